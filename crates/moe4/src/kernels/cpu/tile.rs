@@ -65,10 +65,9 @@ pub(super) fn rht(tile: &mut Tile, mask: SignMask) {
 fn butterfly<const STRIDE: usize>(tile: &mut Tile) {
     for pair in 0..BLOCK / 2 {
         let i = pair / STRIDE * 2 * STRIDE + pair % STRIDE;
-        for lane in 0..BLOCK {
-            let (a, b) = (tile[i][lane], tile[i + STRIDE][lane]);
-            tile[i][lane] = a + b;
-            tile[i + STRIDE][lane] = a - b;
+        let (low, high) = tile.split_at_mut(i + STRIDE);
+        for (a, b) in low[i].iter_mut().zip(&mut high[0]) {
+            (*a, *b) = (*a + *b, *a - *b);
         }
     }
 }
