@@ -9,6 +9,7 @@
 //! contiguous: with expert parallelism each rank sends one run of rows to every other rank, and [`regroup`] sorts
 //! what it received. The probability multiplies inside the experts (see [`crate::mlp`]), so `unpermute` is a plain
 //! sum over a token's choices; every step has its gradient beside it.
+#![forbid(unsafe_code)]
 
 use crate::kernels::contract::{Permute, Unpermute};
 use crate::kernels::{Backend, Buffer, Error, Memory, Misuse, View};

@@ -1,4 +1,5 @@
 //! The four grouped products: problems for [`super::gemm`], outputs cut into blocks, epilogues.
+#![forbid(unsafe_code)]
 
 use super::amax::{block_amax, block_hadamard_amax};
 use super::epilogue::{self, DactOut, Shape};

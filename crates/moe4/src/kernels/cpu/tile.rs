@@ -3,6 +3,7 @@
 //! The same tile serves both directions. Columnwise blocks run down the rows, so a butterfly is additions of whole
 //! vectors and sixteen blocks are handled at once; rowwise blocks are single vectors. All functions are inlined
 //! into functions compiled for an instruction set.
+#![forbid(unsafe_code)]
 
 use crate::numerics::hadamard::SignMask;
 use crate::numerics::rounding::RandomStream;
