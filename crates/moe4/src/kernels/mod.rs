@@ -6,16 +6,18 @@
 
 pub mod activation;
 pub mod contract;
+mod contract_work;
 #[cfg(feature = "cpu")]
 pub mod cpu;
 pub(crate) mod error;
 mod ledger;
 mod memory;
 pub mod reference;
+pub mod work;
 
 pub(crate) use error::expect_len;
 pub use error::{DeviceError, Error, Misuse, Unsupported};
-pub use ledger::{Ledger, PassName};
+pub use ledger::{Entry, EpilogueAmax, Ledger, PassName};
 pub use memory::{Buffer, Element, Extent, Host, Memory, View, ViewMut};
 
 use contract::*;

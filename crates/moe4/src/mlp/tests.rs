@@ -56,7 +56,7 @@ fn step(config: GroupedMlpConfig, needs: Needs) -> Results {
     let Forward { y, saved } = mlp.forward(&backend, args).unwrap();
     let plan = mlp.plan(needs);
     let planned = |passes: &[PlannedPass]| passes.iter().map(|p| p.name).collect::<Vec<_>>();
-    assert_eq!(backend.take(), planned(&plan.forward));
+    assert_eq!(backend.take_names(), planned(&plan.forward));
     let (mut dw1, mut dw2) = (vec![f32::NAN; 4 * s1.n * s1.k], vec![f32::NAN; 4 * s2.n * s2.k]);
     let dw = needs.weights.then(|| WeightGrads::<Host> {
         dw1: WeightGrad::packed_f32(&mut dw1[..], 4, GradMode::Overwrite),
@@ -64,7 +64,7 @@ fn step(config: GroupedMlpConfig, needs: Needs) -> Results {
     });
     let args = BackwardArgs { dy: &dy[..], random: RandomSeed { seed: 1, call: 2 }, dw, trace: None };
     let grads = mlp.backward(&backend, &saved, args).unwrap();
-    assert_eq!(backend.take(), planned(&plan.backward));
+    assert_eq!(backend.take_names(), planned(&plan.backward));
     if !needs.weights {
         (dw1, dw2) = (vec![], vec![]);
     }
