@@ -11,12 +11,12 @@ use std::sync::Arc;
 const SPLITS: [usize; 4] = [21, 0, 1, 32];
 const ROWS: usize = 56; // two rows past the last expert
 
-fn values(stream: u64, len: usize, scale: f32) -> Vec<f32> {
+pub(super) fn values(stream: u64, len: usize, scale: f32) -> Vec<f32> {
     let unit = |i: usize| philox4x32(7, stream, i as u64)[0] as f32 / u32::MAX as f32 * 2.0 - 1.0;
     (0..len).map(|i| unit(i) * scale).collect()
 }
 
-fn bf16s(stream: u64, len: usize, scale: f32) -> Vec<bf16> {
+pub(super) fn bf16s(stream: u64, len: usize, scale: f32) -> Vec<bf16> {
     values(stream, len, scale).into_iter().map(bf16::from_f32).collect()
 }
 
