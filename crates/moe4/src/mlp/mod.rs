@@ -16,6 +16,7 @@ mod config;
 mod forward;
 mod plan;
 mod plan_display;
+mod plan_work;
 mod quantize;
 mod saved;
 mod stash;
@@ -31,6 +32,7 @@ pub use backward::{BackwardArgs, Gradients, RandomSeed, WeightGrads};
 pub use config::{DcAmax, GradientRounding, GroupedMlpConfig, Needs, Precision};
 pub use forward::{Forward, ForwardArgs};
 pub use plan::{AmaxSource, CopyPlan, OperandPlan, Phase, Plan, PlannedPass, SavedAs};
+pub use plan_work::SavedBytes;
 pub use saved::Saved;
 pub use stash::{
     InPlace, PageId, PageTable, PageTableStats, PagedSaved, PagedStash, PagedStashStats, Refused, Stash,
