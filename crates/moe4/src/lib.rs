@@ -1,1 +1,2 @@
 //! moe4
+pub mod checkpoint;
