@@ -16,6 +16,8 @@
 mod encode;
 mod operand;
 mod plan;
+#[cfg(test)]
+mod tests;
 
 use std::path::PathBuf;
 use std::str::FromStr;

@@ -55,7 +55,7 @@ impl Plan {
             }
             let live = groups.last().map_or(0, |group| group.rows.end);
             if live < rows {
-                plan.notices
+                plan.left_out
                     .push(format!("left out: rows {live}..{rows} of {name}, past the sum of --splits"));
             }
             let bytes = (rows * cols * info.dtype.bitsize() / 8) as u64;
@@ -69,7 +69,8 @@ impl Plan {
 
     /// What is not in the output and why, one line each.
     pub(super) fn notices(&self) -> impl Iterator<Item = String> + '_ {
-        let skipped = |(reason, names): (&&str, &Vec<String>)| format!("skipped ({reason}): {}", names.join(", "));
+        let skipped =
+            |(reason, names): (&&str, &Vec<String>)| format!("skipped ({reason}): {}", names.join(", "));
         self.skipped.iter().map(skipped).chain(self.left_out.iter().cloned())
     }
 

@@ -8,25 +8,25 @@ use moe4::checkpoint::{Dtype, Element, TensorFile, TensorSpec, TensorWriter};
 use tempfile::TempDir;
 
 /// A folder for one test, removed at its end.
-pub struct Workspace(TempDir);
+pub(crate) struct Workspace(TempDir);
 
 impl Workspace {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(tempfile::tempdir().expect("a temporary folder"))
     }
 
-    pub fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
     /// Runs `moe4` in this folder.
-    pub fn moe4(&self, arguments: &[&str]) -> Run {
+    pub(crate) fn moe4(&self, arguments: &[&str]) -> Run {
         let mut command = Command::new(env!("CARGO_BIN_EXE_moe4"));
         Run::new(command.args(arguments).current_dir(self.0.path()))
     }
 
     /// Names of the files in this folder, sorted.
-    pub fn files(&self) -> Vec<String> {
+    pub(crate) fn files(&self) -> Vec<String> {
         let entries = fs::read_dir(self.0.path()).expect("a folder");
         let name = |entry: std::io::Result<fs::DirEntry>| {
             entry.expect("an entry").file_name().to_string_lossy().into_owned()
@@ -36,12 +36,19 @@ impl Workspace {
         names
     }
 
-    pub fn open(&self, name: &str) -> TensorFile {
+    pub(crate) fn open(&self, name: &str) -> TensorFile {
         TensorFile::open(self.path(name)).expect("a readable file")
     }
 
     /// Writes one tensor to a file.
-    pub fn write<T: Element>(&self, file: &str, name: &str, dtype: Dtype, shape: &[usize], data: &[T]) {
+    pub(crate) fn write<T: Element>(
+        &self,
+        file: &str,
+        name: &str,
+        dtype: Dtype,
+        shape: &[usize],
+        data: &[T],
+    ) {
         let specs = [TensorSpec::new(name, dtype, shape)];
         let mut writer = TensorWriter::create(self.path(file), &specs, &[]).expect("a writable file");
         writer.write(name, data).expect("a writable file");
@@ -50,27 +57,27 @@ impl Workspace {
 }
 
 /// A finished run of `moe4`.
-pub struct Run {
-    pub code: Option<i32>,
-    pub stdout: String,
-    pub stderr: String,
+pub(crate) struct Run {
+    pub(crate) code: Option<i32>,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
 }
 
 impl Run {
-    pub fn new(command: &mut Command) -> Self {
+    pub(crate) fn new(command: &mut Command) -> Self {
         let Output { status, stdout, stderr } = command.output().expect("moe4 starts");
         let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("UTF-8 output");
         Self { code: status.code(), stdout: text(stdout), stderr: text(stderr) }
     }
 
     /// Exit code 0 and nothing on standard error.
-    pub fn succeeds(self) -> Self {
+    pub(crate) fn succeeds(self) -> Self {
         assert_eq!((self.code, self.stderr.as_str()), (Some(0), ""), "{}", self.stdout);
         self
     }
 
     /// Exit code 1, and one line on standard error that holds all of `parts`.
-    pub fn fails_with(self, parts: &[&str]) -> Self {
+    pub(crate) fn fails_with(self, parts: &[&str]) -> Self {
         let Self { code, stderr, .. } = &self;
         assert_eq!(*code, Some(1), "{stderr}");
         assert!(stderr.starts_with("error: ") && stderr.lines().count() == 1, "not one line: {stderr}");
@@ -82,6 +89,6 @@ impl Run {
 }
 
 /// The folder of golden data from TransformerEngine's reference quantizer.
-pub fn golden(name: &str) -> PathBuf {
+pub(crate) fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../moe4-conformance/golden").join(name)
 }
