@@ -40,9 +40,7 @@ fn kernel(x: &[bf16], settings: &Settings, rounding: Rounding, amax: f32) -> (Ve
         Axis::Rowwise => (Some(cast), None),
         Axis::Columnwise => (None, Some(ColumnwiseCast { rht: settings.rht, cast })),
     };
-    Reference::default()
-        .group_quantize(GroupQuantize { x, cols: COLS, groups: &groups, rowwise, columnwise })
-        .unwrap();
+    Reference.group_quantize(GroupQuantize { x, cols: COLS, groups: &groups, rowwise, columnwise }).unwrap();
     (codes, scales)
 }
 

@@ -146,9 +146,9 @@ fn group_golden_bytes() {
             ["quantize", "in.safetensors", "-o", "out.safetensors", "--splits", &list, "--axis", axis];
         space.moe4(&arguments).succeeds();
         let mut output = space.open("out.safetensors");
-        for expert in 0..splits.len() {
+        for (expert, rows) in splits.iter().enumerate() {
             let prefix = format!("x.{expert}");
-            if splits[expert] == 0 {
+            if *rows == 0 {
                 assert_eq!(output.read::<f32>(&format!("{prefix}.amax")).unwrap(), [0.0]);
                 assert!(output.read::<u8>(&format!("{prefix}.codes")).unwrap().is_empty());
                 continue;
