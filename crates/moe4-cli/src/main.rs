@@ -4,8 +4,10 @@
 
 #![forbid(unsafe_code)]
 
+mod options;
 mod output;
 mod quantize;
+mod replay;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -25,6 +27,8 @@ struct Cli {
 enum Command {
     /// Quantize the 2-D tensors of a safetensors file to NVFP4.
     Quantize(quantize::QuantizeArgs),
+    /// Run the grouped MLP, forward and backward, on captured tensors.
+    Replay(replay::ReplayArgs),
 }
 
 fn main() -> ExitCode {
@@ -34,6 +38,7 @@ fn main() -> ExitCode {
     };
     let result = match cli.command {
         Command::Quantize(args) => quantize::run(args),
+        Command::Replay(args) => replay::run(args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

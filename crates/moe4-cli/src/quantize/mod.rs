@@ -20,7 +20,6 @@ mod plan;
 mod tests;
 
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
@@ -30,6 +29,7 @@ use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::RandomStream;
 use moe4::tensor::Tile;
 
+use crate::options::{RhtArg, RoundingArg};
 use crate::output;
 use encode::{Encoded, encode};
 use operand::Operand;
@@ -81,27 +81,6 @@ enum TileArg {
     /// A square (weights).
     #[value(name = "16x16")]
     Square16,
-}
-
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum RoundingArg {
-    Nearest,
-    Stochastic,
-}
-
-/// `off` or a sign mask.
-#[derive(Clone, Copy)]
-struct RhtArg(Option<SignMask>);
-
-impl FromStr for RhtArg {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        if text == "off" {
-            return Ok(Self(None));
-        }
-        text.parse().map(|mask| Self(Some(mask))).map_err(|error| format!("{error}, or 'off'"))
-    }
 }
 
 /// The arguments after defaults and contradictions are settled.
