@@ -22,6 +22,6 @@ pub mod numerics;
 pub mod tensor;
 
 /// The README's code, compiled and run with the doc tests.
-#[cfg(doctest)]
+#[cfg(all(doctest, feature = "cpu"))]
 #[doc = include_str!("../../../README.md")]
 struct Readme;

@@ -15,7 +15,8 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use moe4::checkpoint::{TensorFile, TensorWriter};
-use moe4::kernels::reference::Reference as Cpu;
+
+use moe4::kernels::cpu::Cpu;
 use moe4::kernels::reference::Reference;
 use moe4::mlp::{Activation, GluLayout, GradientRounding, GroupedMlpConfig, Precision};
 
@@ -181,6 +182,6 @@ impl ReplayArgs {
         let threads = self.threads.map_or(0, usize::from);
         let pool =
             rayon::ThreadPoolBuilder::new().num_threads(threads).build().context("cannot start threads")?;
-        pool.install(|| operator::replay(&Cpu, config, inputs, seed, traced))
+        pool.install(|| operator::replay(&Cpu::new(), config, inputs, seed, traced))
     }
 }
