@@ -1,1 +1,4 @@
 //! moe4
+pub mod kernels;
+pub mod numerics;
+pub mod tensor;

@@ -1,0 +1,115 @@
+//! What can go wrong: the caller's mistake, something a backend cannot do, or the device itself.
+
+use crate::tensor::GroupsError;
+
+/// Any failure of a kernel or of the operator.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Error {
+    /// Arguments that do not fit together. Nothing was computed or written.
+    #[error(transparent)]
+    Misuse(#[from] Misuse),
+    /// Correct arguments that this backend cannot serve. Nothing was computed or written.
+    #[error(transparent)]
+    Unsupported(#[from] Unsupported),
+    /// The device or its driver failed. Outputs are unspecified.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+impl From<GroupsError> for Error {
+    fn from(e: GroupsError) -> Self {
+        Error::Misuse(e.into())
+    }
+}
+
+/// Arguments that do not fit together.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Misuse {
+    /// A tensor has the wrong number of elements.
+    #[error("{kernel}: {tensor} of shape {shape}: expected {expected} elements, got {got}")]
+    Length {
+        /// The pass or operator call.
+        kernel: &'static str,
+        /// The tensor's name.
+        tensor: &'static str,
+        /// The shape it should have.
+        shape: String,
+        /// Elements of that shape.
+        expected: usize,
+        /// Elements found.
+        got: usize,
+    },
+    /// A dimension is not a multiple of what the format needs.
+    #[error("{what}: expected a positive multiple of {multiple}, got {got}; {fix}")]
+    Multiple {
+        /// The dimension.
+        what: &'static str,
+        /// The unit.
+        multiple: usize,
+        /// The value found.
+        got: usize,
+        /// What to do.
+        fix: &'static str,
+    },
+    /// A parameter outside its range.
+    #[error("{what}: expected {expected}, got {got}")]
+    Value {
+        /// The parameter.
+        what: String,
+        /// Its range.
+        expected: &'static str,
+        /// The value found.
+        got: String,
+    },
+    /// Two arguments contradict each other.
+    #[error("{what}: {conflict}; {fix}")]
+    Conflict {
+        /// The argument at fault.
+        what: &'static str,
+        /// Expected and found.
+        conflict: String,
+        /// What to do.
+        fix: &'static str,
+    },
+    /// Splits that do not fit.
+    #[error(transparent)]
+    Groups(#[from] GroupsError),
+}
+
+/// Something that a backend cannot do.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("backend '{backend}' does not support {what}; {fix}")]
+pub struct Unsupported {
+    /// The backend's name.
+    pub backend: String,
+    /// What is missing.
+    pub what: String,
+    /// What to do.
+    pub fix: String,
+}
+
+/// A failure of a device or its driver.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{device}: {call} failed: {reason}")]
+pub struct DeviceError {
+    /// The device.
+    pub device: String,
+    /// The call that failed.
+    pub call: String,
+    /// The device's own code and message.
+    pub reason: String,
+}
+
+/// `expected` elements for `shape`, or the error that says so.
+pub(crate) fn expect_len(
+    kernel: &'static str,
+    tensor: &'static str,
+    shape: &[usize],
+    got: usize,
+) -> Result<(), Misuse> {
+    let expected = shape.iter().product();
+    if got == expected {
+        return Ok(());
+    }
+    Err(Misuse::Length { kernel, tensor, shape: format!("{shape:?}"), expected, got })
+}

@@ -1,0 +1,78 @@
+//! The contract between the operator and the hardware.
+//!
+//! [`Backend`] is a short list of passes; [`contract`] describes each by what it reads and writes. The operator in
+//! [`crate::mlp`] is written against this module alone. Backends here: [`reference`] (scalar, the oracle) and
+//! [`cpu`] (SIMD, all cores).
+
+pub mod activation;
+pub mod contract;
+#[cfg(feature = "cpu")]
+pub mod cpu;
+mod error;
+mod ledger;
+mod memory;
+pub mod reference;
+
+pub use error::{DeviceError, Error, Misuse, Unsupported};
+pub use ledger::{Ledger, PassName};
+pub use memory::{Buffer, Element, Extent, Host, Memory, View, ViewMut};
+
+use contract::*;
+
+/// What a backend can do. The operator asks once, before the first pass.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Capabilities {
+    /// A short name for messages, such as `cpu`.
+    pub backend: &'static str,
+    /// Which hardware path runs, such as `AVX-512, 2 threads`.
+    pub path: String,
+    /// Quantized operands.
+    pub nvfp4: bool,
+    /// Unquantized operands.
+    pub bf16: bool,
+    /// Stochastic rounding of gradients.
+    pub stochastic_rounding: bool,
+}
+
+/// One implementation of the passes. A pass checks its descriptor, writes all its outputs or returns an error.
+///
+/// Results never depend on thread count, launch shape or neighbours; two runs give the same bytes.
+pub trait Backend: Send + Sync {
+    /// Where its tensors live.
+    type Memory: Memory;
+
+    /// What it can do.
+    fn capabilities(&self) -> Capabilities;
+
+    /// A buffer of unspecified contents.
+    fn empty<T: Element>(&self, len: usize) -> Result<Buffer<Self::Memory, T>, Error>;
+    /// A copy of a tensor.
+    fn duplicate<T: Element>(&self, x: View<'_, Self::Memory, T>) -> Result<Buffer<Self::Memory, T>, Error>;
+    /// Host data to this backend's memory.
+    fn upload<T: Element>(&self, host: &[T]) -> Result<Buffer<Self::Memory, T>, Error>;
+    /// This backend's data to the host.
+    fn download<T: Element>(&self, x: View<'_, Self::Memory, T>) -> Result<Vec<T>, Error>;
+
+    /// Per-expert max of absolute values.
+    fn group_amax(&self, pass: GroupAmax<'_, Self::Memory>) -> Result<(), Error>;
+    /// Per-expert amax before and after RHT, one pass.
+    fn group_hadamard_amax(&self, pass: GroupHadamardAmax<'_, Self::Memory>) -> Result<(), Error>;
+    /// Per-expert quantization with given amaxes.
+    fn group_quantize(&self, pass: GroupQuantize<'_, Self::Memory>) -> Result<(), Error>;
+    /// 16x16 tiles, amax included.
+    fn quantize_weights(&self, pass: QuantizeWeights<'_, Self::Memory>) -> Result<(), Error>;
+    /// Rows times their expert's weight, optional bias.
+    fn grouped_gemm(&self, pass: GroupedGemm<'_, Self::Memory>) -> Result<(), Error>;
+    /// FC1, activation and probability; `h`'s amaxes.
+    fn grouped_gemm_act(&self, pass: GroupedGemmAct<'_, Self::Memory>) -> Result<(), Error>;
+    /// FC2 dgrad and activation backward; `dc`'s amaxes, and `h` again.
+    fn grouped_gemm_dact(&self, pass: GroupedGemmDact<'_, Self::Memory>) -> Result<(), Error>;
+    /// Weight gradients over each expert's tokens.
+    fn grouped_wgrad(&self, pass: GroupedWgrad<'_, Self::Memory>) -> Result<(), Error>;
+    /// Gradient of FC2's bias and its part of the probabilities' gradient.
+    fn grouped_bias_grad(&self, pass: GroupedBiasGrad<'_, Self::Memory>) -> Result<(), Error>;
+    /// Tokens to expert order.
+    fn permute(&self, pass: Permute<'_, Self::Memory>) -> Result<(), Error>;
+    /// Expert order back to tokens.
+    fn unpermute(&self, pass: Unpermute<'_, Self::Memory>) -> Result<(), Error>;
+}
