@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use moe4::kernels::activation::Activation;
 use serde::{Deserialize, Serialize};
 
 use crate::data::Corpus;
@@ -69,8 +70,9 @@ pub struct ModelConfig {
     pub top_k: usize,
     /// Width of an expert.
     pub ffn: usize,
-    /// The experts' activation, with its parameters.
-    pub activation: String,
+    /// The experts' activation, written as `tanh_srelu:s=16`.
+    #[serde(with = "activation_text")]
+    pub activation: Activation,
 }
 
 impl Default for ModelConfig {
@@ -84,7 +86,7 @@ impl Default for ModelConfig {
             experts: 8,
             top_k: 2,
             ffn: 256,
-            activation: "swiglu".to_owned(),
+            activation: Activation::SWIGLU,
         }
     }
 }
@@ -239,6 +241,21 @@ impl TrainingConfig {
         let progress = (step - self.warmup) as f64 / (self.steps.saturating_sub(self.warmup)).max(1) as f64;
         let cosine = 0.5 * (1.0 + (std::f64::consts::PI * progress.min(1.0)).cos());
         self.learning_rate * (0.1 + 0.9 * cosine)
+    }
+}
+
+/// An activation as the text that its `Display` and `FromStr` agree on.
+mod activation_text {
+    use moe4::kernels::activation::Activation;
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(activation: &Activation, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(activation)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Activation, D::Error> {
+        String::deserialize(from)?.parse().map_err(D::Error::custom)
     }
 }
 

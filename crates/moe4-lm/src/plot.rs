@@ -47,12 +47,12 @@ pub(crate) fn save(path: &Path, metrics: &Metrics, unigram: f64) -> Result<(), E
 impl Curve {
     fn of(metrics: &Metrics, precision: Precision) -> Self {
         let kilobytes = |bytes: usize| bytes as f64 / 1e3;
-        let mut mean = None;
+        let (mut sum, mut weight) = (0.0, 0.0);
         let training = metrics.of(precision).map(|row| {
-            let loss = f64::from(row.train_loss);
-            let smooth = mean.map_or(loss, |mean| mean + SMOOTHING * (loss - mean));
-            mean = Some(smooth);
-            (kilobytes(row.bytes), smooth)
+            sum += SMOOTHING * (f64::from(row.train_loss) - sum);
+            // The weights of the steps so far: without the division the curve would start at zero.
+            weight += SMOOTHING * (1.0 - weight);
+            (kilobytes(row.bytes), sum / weight)
         });
         let training = training.collect();
         let validation = metrics
@@ -94,13 +94,18 @@ fn draw_losses(area: &Area<'_>, curves: &[Curve], unigram: f64) -> Drawn {
     let points = || curves.iter().flat_map(|curve| curve.training.iter().chain(&curve.validation));
     let end = points().map(|point| point.0).fold(1.0, f64::max);
     let lowest = points().map(|point| point.1).fold(unigram, f64::min);
-    // The first steps start near ln 256 and would flatten everything else.
+    // The first steps are near ln 256 and would flatten everything else: the curves start where they enter.
+    let last = curves.iter().filter_map(|curve| curve.training.last()).map(|point| point.1);
+    let top = last.fold(unigram, f64::max) + 0.5;
+    let visible = |points: &[(f64, f64)]| -> Vec<(f64, f64)> {
+        points.iter().copied().filter(|point| point.1 <= top).collect()
+    };
     let mut chart = ChartBuilder::on(area)
         .caption("Loss of the byte-level mixture-of-experts model", ("sans-serif", 26))
         .margin(16)
         .x_label_area_size(48)
         .y_label_area_size(72)
-        .build_cartesian_2d(0.0..end, (lowest - 0.15)..(unigram + 0.5))?;
+        .build_cartesian_2d(0.0..end * 1.01, (lowest - 0.15)..top)?;
     mesh(&mut chart, "nats per byte", |y| format!("{y:.1}"))?;
     chart
         .draw_series(LineSeries::new([(0.0, unigram), (end, unigram)], BLACK.mix(0.45)))?
@@ -110,7 +115,7 @@ fn draw_losses(area: &Area<'_>, curves: &[Curve], unigram: f64) -> Drawn {
         let color = curve.color();
         let precision = curve.precision;
         chart
-            .draw_series(LineSeries::new(curve.training.iter().copied(), color.stroke_width(2)))?
+            .draw_series(LineSeries::new(visible(&curve.training), color.stroke_width(2)))?
             .label(format!("{precision} training (smoothed)"))
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 28, y)], color.stroke_width(2)));
         // Rings and filled discs: where the runs agree, both stay visible.
@@ -119,7 +124,7 @@ fn draw_losses(area: &Area<'_>, curves: &[Curve], unigram: f64) -> Drawn {
             Precision::Nvfp4 => (4, color.filled()),
         };
         chart
-            .draw_series(curve.validation.iter().map(|&point| Circle::new(point, radius, style)))?
+            .draw_series(visible(&curve.validation).into_iter().map(|point| Circle::new(point, radius, style)))?
             .label(format!("{precision} validation"))
             .legend(move |(x, y)| Circle::new((x + 14, y), radius, style));
     }
@@ -149,7 +154,7 @@ fn draw_gap(area: &Area<'_>, first: &Curve, second: &Curve) -> Drawn {
         .margin_top(0)
         .x_label_area_size(48)
         .y_label_area_size(72)
-        .build_cartesian_2d(0.0..end, -highest..highest)?;
+        .build_cartesian_2d(0.0..end * 1.01, -highest..highest)?;
     let title = format!("{} over {}, %", second.precision, first.precision);
     mesh(&mut chart, &title, |y| format!("{y:+.1}"))?;
     chart.draw_series(LineSeries::new([(0.0, 0.0), (end, 0.0)], BLACK.mix(0.45)))?;
