@@ -1,5 +1,20 @@
-//! moe4
+//! Mixture-of-experts training in NVFP4: the fused grouped MLP, exact to the byte.
+//!
+//! For tokens already sorted by expert, [`mlp::GroupedMlp`] runs FC1, a gated or squared activation scaled by the
+//! routing probability, and FC2, forward and backward, with every matrix product on 4-bit operands.
+//!
+//! The layers, each seeing only those before it:
+//!
+//! | module | what |
+//! |---|---|
+//! | [`numerics`] | E2M1, E4M3, rounding, Philox, Hadamard: single values and blocks of 16 |
+//! | [`tensor`] | groups of tokens, packed operands, scale layouts |
+//! | [`kernels`] | the contract between operator and hardware, and the CPU backends |
+//! | [`mlp`] | the operator: configuration, plan, forward, backward |
+#![forbid(unsafe_op_in_unsafe_fn)]
+
 pub mod checkpoint;
 pub mod kernels;
+pub mod mlp;
 pub mod numerics;
 pub mod tensor;

@@ -293,7 +293,7 @@ pub struct GroupedBiasGrad<'a, M: Memory> {
     /// In and out, `[T]`.
     pub dprob: ViewMut<'a, M, f32>,
     /// Out, `[E, H]`.
-    pub db2: ViewMut<'a, M, f32>,
+    pub db2: Option<ViewMut<'a, M, f32>>,
 }
 
 /// Rows gathered into expert order: `out[s] = x[source[s]]`.
@@ -345,7 +345,22 @@ fn check_amax_out<M: Memory>(kernel: &'static str, out: &Option<AmaxOut<'_, M>>,
     }
 }
 
-impl<M: Memory> Operand<'_, M> {
+impl<'a, M: Memory> Operand<'a, M> {
+    /// The same operand under a shorter borrow.
+    pub fn shorten<'short>(self) -> Operand<'short, M>
+    where
+        'a: 'short,
+    {
+        match self {
+            Operand::Bf16(x) => Operand::Bf16(M::shorten(x)),
+            Operand::Nvfp4(Nvfp4 { codes, scales, amax }) => Operand::Nvfp4(Nvfp4 {
+                codes: M::shorten(codes),
+                scales: M::shorten(scales),
+                amax: M::shorten(amax),
+            }),
+        }
+    }
+
     fn check(
         &self,
         kernel: &'static str,
@@ -397,6 +412,27 @@ fn check_experts<M: Memory>(
 ) -> Checked {
     expect_len(kernel, "list of experts' weights", &[experts], w.len())?;
     w.iter().try_for_each(|w| expect_len(kernel, name, &[n, k], M::len(w)))
+}
+
+impl<'a, M: Memory> WeightGrad<'a, M> {
+    /// One FP32 tensor `[E, n, k]` for all experts.
+    pub fn packed_f32(dw: ViewMut<'a, M, f32>, experts: usize, mode: GradMode) -> Self {
+        Self { buffers: GradBuffers::F32(M::split_mut(dw, experts)), mode }
+    }
+
+    /// The same buffers under a shorter borrow.
+    pub fn reborrow(&mut self) -> WeightGrad<'_, M> {
+        let buffers = match &mut self.buffers {
+            GradBuffers::F32(v) => GradBuffers::F32(v.iter_mut().map(M::reborrow).collect()),
+            GradBuffers::Bf16(v) => GradBuffers::Bf16(v.iter_mut().map(M::reborrow).collect()),
+        };
+        WeightGrad { buffers, mode: self.mode }
+    }
+
+    /// One BF16 tensor `[E, n, k]` for all experts.
+    pub fn packed_bf16(dw: ViewMut<'a, M, bf16>, experts: usize, mode: GradMode) -> Self {
+        Self { buffers: GradBuffers::Bf16(M::split_mut(dw, experts)), mode }
+    }
 }
 
 impl<M: Memory> GroupAmax<'_, M> {
@@ -558,7 +594,10 @@ impl<M: Memory> GroupedBiasGrad<'_, M> {
         expect_len(kernel, "b2", &[experts, self.hidden], M::len(&self.b2))?;
         expect_len(kernel, "prob", &[t], M::len(&self.prob))?;
         expect_len(kernel, "dprob", &[t], M::len_mut(&self.dprob))?;
-        expect_len(kernel, "db2", &[experts, self.hidden], M::len_mut(&self.db2))
+        match &self.db2 {
+            Some(db2) => expect_len(kernel, "db2", &[experts, self.hidden], M::len_mut(db2)),
+            None => Ok(()),
+        }
     }
 }
 

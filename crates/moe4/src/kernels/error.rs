@@ -1,5 +1,6 @@
 //! What can go wrong: the caller's mistake, something a backend cannot do, or the device itself.
 
+use super::Capabilities;
 use crate::tensor::GroupsError;
 
 /// Any failure of a kernel or of the operator.
@@ -112,4 +113,19 @@ pub(crate) fn expect_len(
         return Ok(());
     }
     Err(Misuse::Length { kernel, tensor, shape: format!("{shape:?}"), expected, got })
+}
+
+/// The operator's needs against what a backend can do.
+pub(crate) fn require(backend: &Capabilities, nvfp4: bool, stochastic: bool) -> Result<(), Unsupported> {
+    let missing = if nvfp4 && !backend.nvfp4 {
+        ("NVFP4 operands", "use precision bf16 or another backend")
+    } else if !nvfp4 && !backend.bf16 {
+        ("BF16 operands", "use precision nvfp4 or another backend")
+    } else if nvfp4 && stochastic && !backend.stochastic_rounding {
+        ("stochastic rounding", "set gradient_rounding to nearest or use another backend")
+    } else {
+        return Ok(());
+    };
+    let (what, fix) = missing;
+    Err(Unsupported { backend: backend.backend.into(), what: what.into(), fix: fix.into() })
 }

@@ -39,10 +39,10 @@ pub trait Memory: Debug + Send + Sync + Sized + 'static {
     fn len<T: Element>(view: &Self::View<'_, T>) -> usize;
     /// Number of elements.
     fn len_mut<T: Element>(view: &Self::ViewMut<'_, T>) -> usize;
+    /// The same view under a shorter borrow. (Views of a memory not named are invariant in their lifetime.)
+    fn shorten<'short, 'long: 'short, T: Element>(view: Self::View<'long, T>) -> Self::View<'short, T>;
     /// A shorter borrow of a mutable view.
     fn reborrow<'a, T: Element>(view: &'a mut Self::ViewMut<'_, T>) -> Self::ViewMut<'a, T>;
-    /// The same elements, read only.
-    fn freeze<'a, T: Element>(view: &'a Self::ViewMut<'_, T>) -> Self::View<'a, T>;
     /// Cuts a view into `parts` of equal length, such as `[E, N, K]` into experts.
     fn split<'a, T: Element>(view: Self::View<'a, T>, parts: usize) -> Vec<Self::View<'a, T>>;
     /// [`Memory::split`] for writing.
@@ -93,10 +93,10 @@ impl Memory for Host {
     fn len_mut<T: Element>(view: &&mut [T]) -> usize {
         view.len()
     }
-    fn reborrow<'a, T: Element>(view: &'a mut &mut [T]) -> &'a mut [T] {
+    fn shorten<'short, 'long: 'short, T: Element>(view: Self::View<'long, T>) -> Self::View<'short, T> {
         view
     }
-    fn freeze<'a, T: Element>(view: &'a &mut [T]) -> &'a [T] {
+    fn reborrow<'a, T: Element>(view: &'a mut &mut [T]) -> &'a mut [T] {
         view
     }
     fn split<'a, T: Element>(view: Self::View<'a, T>, parts: usize) -> Vec<Self::View<'a, T>> {

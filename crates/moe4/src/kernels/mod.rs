@@ -8,7 +8,7 @@ pub mod activation;
 pub mod contract;
 #[cfg(feature = "cpu")]
 pub mod cpu;
-mod error;
+pub(crate) mod error;
 mod ledger;
 mod memory;
 pub mod reference;

@@ -86,7 +86,7 @@ pub fn exp(x: f32) -> f32 {
     p = p * r + 8.333_452e-3;
     p = p * r + 4.166_579_6e-2;
     p = p * r + 1.666_666_5e-1;
-    p = p * r + 5.000_000_1e-1;
+    p = p * r + 0.500_000_06;
     let p = p * (r * r) + r + 1.0;
     // 2^n in two steps: n reaches 128 and -150, beyond what one exponent field holds.
     let n = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
@@ -115,10 +115,10 @@ pub fn tanh(x: f32) -> (f32, f32) {
     let large = (1.0 - e) * r;
     let z = x * x;
     let mut p = -5.704_988_7e-3;
-    p = p * z + 2.063_908_9e-2;
+    p = p * z + 2.063_908_8e-2;
     p = p * z + -5.373_971_6e-2;
     p = p * z + 1.333_144_2e-1;
-    p = p * z + -3.333_328_2e-1;
+    p = p * z + -0.333_332_83;
     let small = p * z * x + x;
     let t = if x.abs() < 0.625 { small } else { large.copysign(x) };
     (t, (4.0 * e) * (r * r))

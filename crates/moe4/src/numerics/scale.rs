@@ -100,7 +100,7 @@ mod tests {
     #[test]
     fn multiplying_by_the_reciprocal_is_not_dividing() {
         // arch-hdl-lang/arch-com#905: the contract multiplies by `1/(s · S_dec)`.
-        let (v, s) = (0.02392577938735485f32, 0.013671875f32);
+        let (v, s) = (0.02392577938735485_f64 as f32, 0.013671875f32);
         assert_eq!(e2m1::encode(v * (1.0 / s)), 4);
         assert_eq!(e2m1::encode(v / s), 3);
     }

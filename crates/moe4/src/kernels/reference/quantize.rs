@@ -79,8 +79,8 @@ pub(super) fn group_quantize(pass: GroupQuantize<'_, Host>) {
         codes.fill(0);
         scales.fill(0);
         let blocks = cols / BLOCK;
-        for e in 0..groups.experts() {
-            let global = GlobalScale::from_amax(amax[e]);
+        for (e, &amax) in amax.iter().enumerate() {
+            let global = GlobalScale::from_amax(amax);
             for (token, row) in groups.range(e).enumerate() {
                 for block in 0..blocks {
                     let v = std::array::from_fn(|i| bf::to_f32(x[row * cols + block * BLOCK + i]));
@@ -95,8 +95,8 @@ pub(super) fn group_quantize(pass: GroupQuantize<'_, Host>) {
         codes.fill(0);
         scales.fill(0);
         let k = groups.padded_rows();
-        for e in 0..groups.experts() {
-            let global = GlobalScale::from_amax(amax[e]);
+        for (e, &amax) in amax.iter().enumerate() {
+            let global = GlobalScale::from_amax(amax);
             let padded = groups.padded_range(e);
             for block in 0..padded.len() / BLOCK {
                 for col in 0..cols {

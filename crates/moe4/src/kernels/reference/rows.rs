@@ -49,12 +49,14 @@ pub(super) fn unpermute(pass: Unpermute<'_, Host>) -> Result<(), Error> {
 }
 
 pub(super) fn grouped_bias_grad(pass: GroupedBiasGrad<'_, Host>) {
-    let GroupedBiasGrad { dy, hidden, b2, prob, groups, dprob, db2 } = pass;
+    let GroupedBiasGrad { dy, hidden, b2, prob, groups, dprob, mut db2 } = pass;
     for e in 0..groups.experts() {
         let rows = groups.range(e);
-        for j in 0..hidden {
-            let sum: f64 = rows.clone().map(|t| prob[t] as f64 * dy[t * hidden + j].to_f64()).sum();
-            db2[e * hidden + j] = sum as f32;
+        if let Some(db2) = &mut db2 {
+            for j in 0..hidden {
+                let sum: f64 = rows.clone().map(|t| prob[t] as f64 * dy[t * hidden + j].to_f64()).sum();
+                db2[e * hidden + j] = sum as f32;
+            }
         }
         for t in rows {
             let sum: f64 = (0..hidden).map(|j| b2[e * hidden + j] as f64 * dy[t * hidden + j].to_f64()).sum();

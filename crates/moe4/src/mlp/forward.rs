@@ -1,0 +1,177 @@
+//! The forward: FC1, activation, FC2.
+
+use super::config::Needs;
+use super::plan::{Phase, SavedAs};
+use super::quantize::{Amaxes, Grouped, quantize};
+use super::saved::{Saved, SavedTensor};
+use super::trace::Trace;
+use super::weights::PreparedWeights;
+use super::{GroupedMlp, Precision};
+use crate::kernels::contract::{Bias, GroupedGemm, GroupedGemmAct, Operand, Side};
+use crate::kernels::error::{expect_len, require};
+use crate::kernels::{Backend, Buffer, Error, Extent, Memory, Misuse, View};
+use crate::numerics::BLOCK;
+use crate::numerics::rounding::Rounding;
+use half::bf16;
+use std::sync::Arc;
+
+/// Inputs of a forward.
+pub struct ForwardArgs<'a, M: Memory> {
+    /// `[T, H]`, rows sorted by expert.
+    pub x: View<'a, M, bf16>,
+    /// `[T]`, the routing probability of each row.
+    pub prob: View<'a, M, f32>,
+    /// Rows of each expert.
+    pub groups: &'a M::Groups,
+    /// From [`GroupedMlp::prepare_weights`].
+    pub weights: &'a Arc<PreparedWeights<M>>,
+    /// Which gradients will be wanted.
+    pub needs: Needs,
+    /// Copies of intermediate tensors, if wanted.
+    pub trace: Option<&'a mut Trace>,
+}
+
+/// What a forward returns.
+#[derive(Debug)]
+pub struct Forward<M: Memory> {
+    /// `[T, H]`.
+    pub y: Buffer<M, bf16>,
+    /// For the backward; drop it if there is none.
+    pub saved: Saved<M>,
+}
+
+const NEAREST: [Rounding; 2] = [Rounding::Nearest; 2];
+
+impl GroupedMlp {
+    /// `y [T, H]` and what the backward needs. Rows past `sum(splits)` are never read; `y` is zero there.
+    pub fn forward<B: Backend>(
+        &self,
+        backend: &B,
+        args: ForwardArgs<'_, B::Memory>,
+    ) -> Result<Forward<B::Memory>, Error> {
+        let ForwardArgs { x, prob, groups, weights, needs, mut trace } = args;
+        let config = &self.config;
+        let (t, experts) = (groups.rows(), config.experts);
+        let (hidden, ffn, n1) = (config.hidden, config.ffn, config.fc1_rows());
+        require(&backend.capabilities(), config.precision == Precision::Nvfp4, false)?;
+        if groups.experts() != experts {
+            return Err(Error::Misuse(Misuse::Conflict {
+                what: "splits",
+                conflict: format!("expected {experts} experts, got {}", groups.experts()),
+                fix: "give one split for each expert of the configuration",
+            }));
+        }
+        expect_len("forward", "x", &[t, hidden], B::Memory::len(&x))?;
+        expect_len("forward", "prob", &[t], B::Memory::len(&prob))?;
+        weights.check(self)?;
+        let plan = self.plan(needs);
+
+        let grouped_x = Grouped { name: "x", data: x, cols: hidden, groups };
+        let x_copies = match plan.x.needs_pass() {
+            true => {
+                let amaxes = Amaxes::by_pass(backend, &plan.x, &grouped_x)?;
+                Some(quantize(backend, &plan.x, Phase::Forward, &grouped_x, &amaxes, NEAREST, &mut trace)?)
+            }
+            false => None,
+        };
+        if let Some(trace) = &mut trace {
+            trace_weights(backend, trace, weights, self)?;
+        }
+        let mut c = backend.empty::<bf16>(t * n1)?;
+        let mut h = backend.empty::<bf16>(t * ffn)?;
+        let mut h_amaxes = match plan.h.needs_epilogue() {
+            true => Some(Amaxes::empty(backend, &plan.h, experts)?),
+            false => None,
+        };
+        backend.grouped_gemm_act(GroupedGemmAct {
+            x: match x_copies.as_ref().and_then(|c| c.rowwise.as_ref()) {
+                Some(q) => Operand::Nvfp4(q.view()),
+                None => Operand::Bf16(B::Memory::shorten(x)),
+            },
+            w1: weights.w1.operand(),
+            b1: weights.w1.bias.as_ref().map(B::Memory::view),
+            hidden,
+            ffn,
+            activation: config.activation,
+            layout: config.glu_layout,
+            prob: B::Memory::shorten(prob),
+            groups,
+            c: B::Memory::view_mut(&mut c),
+            h: B::Memory::view_mut(&mut h),
+            h_amax: h_amaxes.as_mut().map(|a| a.epilogue(&plan.h)),
+        })?;
+        if let Some(trace) = &mut trace {
+            trace.add(backend, "c", &[t, n1], B::Memory::view(&c))?;
+            trace.add(backend, "h", &[t, ffn], B::Memory::view(&h))?;
+        }
+
+        let h_copies = match &h_amaxes {
+            Some(amaxes) => {
+                let grouped = Grouped { name: "h", data: B::Memory::view(&h), cols: ffn, groups };
+                Some(quantize(backend, &plan.h, Phase::Forward, &grouped, amaxes, NEAREST, &mut trace)?)
+            }
+            None => None,
+        };
+        let mut y = backend.empty::<bf16>(t * hidden)?;
+        backend.grouped_gemm(GroupedGemm {
+            a: match h_copies.as_ref().and_then(|c| c.rowwise.as_ref()) {
+                Some(q) => Operand::Nvfp4(q.view()),
+                None => Operand::Bf16(B::Memory::view(&h)),
+            },
+            w: weights.w2.operand(),
+            shape: self.weight_shapes()[1],
+            side: Side::Fprop,
+            groups,
+            bias: weights
+                .w2
+                .bias
+                .as_ref()
+                .map(|b| Bias { bias: B::Memory::view(b), prob: Some(B::Memory::shorten(prob)) }),
+            out: B::Memory::view_mut(&mut y),
+        })?;
+        if let Some(trace) = &mut trace {
+            trace.add(backend, "y", &[t, hidden], B::Memory::view(&y))?;
+        }
+
+        let saved_x = match (plan.saved_x, x_copies.and_then(|c| c.columnwise)) {
+            (SavedAs::Columnwise, Some(q)) => SavedTensor::Columnwise(q),
+            (SavedAs::Bf16, _) => SavedTensor::Bf16(backend.duplicate(x)?),
+            _ => SavedTensor::Nothing,
+        };
+        let saved_h = match (plan.saved_h, h_copies.and_then(|c| c.columnwise), h_amaxes) {
+            (SavedAs::Columnwise, Some(q), _) => SavedTensor::Columnwise(q),
+            (SavedAs::Amax, _, Some(amaxes)) => SavedTensor::Amax(amaxes.columnwise()),
+            (SavedAs::Bf16, ..) => SavedTensor::Bf16(h),
+            _ => SavedTensor::Nothing,
+        };
+        let saved_c = match plan.saved_c {
+            true => Some((c, backend.duplicate(prob)?)),
+            false => None,
+        };
+        let saved = Saved {
+            plan,
+            groups: groups.clone(),
+            weights: Arc::clone(weights),
+            x: saved_x,
+            h: saved_h,
+            c: saved_c,
+        };
+        Ok(Forward { y, saved })
+    }
+}
+
+fn trace_weights<B: Backend>(
+    backend: &B,
+    trace: &mut Trace,
+    weights: &PreparedWeights<B::Memory>,
+    mlp: &GroupedMlp,
+) -> Result<(), Error> {
+    let Some(packed) = weights.nvfp4() else { return Ok(()) };
+    let experts = mlp.config.experts;
+    for ((name, q), shape) in ["w1", "w2"].into_iter().zip(packed).zip(mlp.weight_shapes()) {
+        trace.add(backend, format!("{name}_fp4"), &[experts, shape.n, shape.k / 2], q.codes)?;
+        trace.add(backend, format!("{name}_scale"), &[experts, shape.n, shape.k / BLOCK], q.scales)?;
+        trace.add(backend, format!("{name}_amax"), &[experts], q.amax)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,62 @@
+//! The fused grouped MLP: FC1, activation scaled by the routing probability, FC2; forward and backward.
+//!
+//! ```text
+//! forward    x [T,H] ──FC1──> c [T,N1] ──act · prob──> h [T,F] ──FC2──> y [T,H]
+//! backward   dy ──FC2 dgrad──> dh ──act'──> dc, dprob (, h again) ──FC1 dgrad──> dx
+//!            dW2 = dyᵀ·h      dW1 = dcᵀ·x      (contraction over each expert's tokens)
+//! ```
+//!
+//! [`GroupedMlp::plan`] decides from the configuration and from which gradients are wanted what is quantized, where
+//! each amax comes from and what is saved. Forward and backward follow that plan on any
+//! [`Backend`](crate::kernels::Backend).
+
+mod backward;
+mod config;
+mod forward;
+mod plan;
+mod plan_display;
+mod quantize;
+mod saved;
+mod trace;
+mod weights;
+
+pub use crate::kernels::activation::{
+    Activation, ClampedQgeglu, GluLayout, SituGlu, Srelu, SwiGlu, TanhSrelu,
+};
+pub use crate::kernels::contract::{GradBuffers, GradMode, WeightGrad, WeightShape};
+pub use backward::{BackwardArgs, Gradients, RandomSeed, WeightGrads};
+pub use config::{DcAmax, GradientRounding, GroupedMlpConfig, Needs, Precision};
+pub use forward::{Forward, ForwardArgs};
+pub use plan::{AmaxSource, CopyPlan, OperandPlan, Phase, Plan, PlannedPass, SavedAs};
+pub use saved::Saved;
+pub use trace::{Trace, TracedData, TracedTensor};
+pub use weights::{Biases, PackedView, PreparedWeights, WeightSource};
+
+use crate::kernels::Error;
+
+/// The operator for one configuration. It holds no tensors.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GroupedMlp {
+    config: GroupedMlpConfig,
+}
+
+impl GroupedMlp {
+    /// Validates the configuration, once.
+    pub fn new(config: GroupedMlpConfig) -> Result<Self, Error> {
+        config.check()?;
+        Ok(Self { config })
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &GroupedMlpConfig {
+        &self.config
+    }
+
+    /// What a forward and backward with these needs will do.
+    pub fn plan(&self, needs: Needs) -> Plan {
+        Plan::new(&self.config, needs)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,151 @@
+//! Amaxes and quantized copies of one tensor, as its [`OperandPlan`] says.
+
+use super::plan::{CopyPlan, OperandPlan, Phase};
+use super::saved::Packed;
+use super::trace::Trace;
+use crate::kernels::contract::{AmaxOut, Cast, ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize};
+use crate::kernels::{Backend, Buffer, Error, Extent, Memory, View};
+use crate::numerics::BLOCK;
+use crate::numerics::rounding::Rounding;
+use crate::tensor::{Nvfp4, OperandShape};
+use half::bf16;
+
+/// A `[T, cols]` tensor, rows grouped by expert.
+pub(super) struct Grouped<'a, M: Memory> {
+    pub(super) name: &'static str,
+    pub(super) data: View<'a, M, bf16>,
+    pub(super) cols: usize,
+    pub(super) groups: &'a M::Groups,
+}
+
+/// The amaxes of one tensor, `[E]` each.
+pub(super) struct Amaxes<M: Memory> {
+    pub(super) rowwise: Buffer<M, f32>,
+    /// Of the transformed tensor; without a transform the rowwise one serves both.
+    pub(super) rht: Option<Buffer<M, f32>>,
+}
+
+impl<M: Memory> Amaxes<M> {
+    /// Buffers for what `plan` needs, to be filled by a pass or an epilogue.
+    pub(super) fn empty<B: Backend<Memory = M>>(
+        backend: &B,
+        plan: &OperandPlan,
+        experts: usize,
+    ) -> Result<Self, Error> {
+        let rht = plan.rht().map(|_| backend.empty(experts)).transpose()?;
+        Ok(Self { rowwise: backend.empty(experts)?, rht })
+    }
+
+    /// By a pass over the tensor.
+    pub(super) fn by_pass<B: Backend<Memory = M>>(
+        backend: &B,
+        plan: &OperandPlan,
+        x: &Grouped<'_, M>,
+    ) -> Result<Self, Error> {
+        let mut amaxes = Self::empty(backend, plan, x.groups.experts())?;
+        let (data, cols, groups) = (M::shorten(x.data), x.cols, x.groups);
+        match (plan.rht(), &mut amaxes.rht) {
+            (Some(sign_mask), Some(rht)) => backend.group_hadamard_amax(GroupHadamardAmax {
+                x: data,
+                cols,
+                groups,
+                sign_mask,
+                amax: M::view_mut(&mut amaxes.rowwise),
+                amax_rht: M::view_mut(rht),
+            })?,
+            _ => backend.group_amax(GroupAmax {
+                x: data,
+                cols,
+                groups,
+                amax: M::view_mut(&mut amaxes.rowwise),
+            })?,
+        }
+        Ok(amaxes)
+    }
+
+    /// Where the epilogue that writes the tensor is to leave them.
+    pub(super) fn epilogue(&mut self, plan: &OperandPlan) -> AmaxOut<'_, M> {
+        let rht = plan.rht().zip(self.rht.as_mut().map(M::view_mut));
+        AmaxOut { amax: M::view_mut(&mut self.rowwise), rht }
+    }
+
+    /// The amax of the columnwise copy.
+    pub(super) fn columnwise(self) -> Buffer<M, f32> {
+        self.rht.unwrap_or(self.rowwise)
+    }
+
+    fn of_columnwise(&self) -> &Buffer<M, f32> {
+        self.rht.as_ref().unwrap_or(&self.rowwise)
+    }
+}
+
+/// The copies made in one phase.
+pub(super) struct Copies<M: Memory> {
+    pub(super) rowwise: Option<Packed<M>>,
+    pub(super) columnwise: Option<Packed<M>>,
+}
+
+/// Quantizes `x` in the directions that `plan` makes in `phase`.
+pub(super) fn quantize<B: Backend>(
+    backend: &B,
+    plan: &OperandPlan,
+    phase: Phase,
+    x: &Grouped<'_, B::Memory>,
+    amaxes: &Amaxes<B::Memory>,
+    rounding: [Rounding; 2],
+    trace: &mut Option<&mut Trace>,
+) -> Result<Copies<B::Memory>, Error> {
+    let made = |copy: Option<CopyPlan>| copy.filter(|c| c.made == phase);
+    let (rowwise_plan, columnwise_plan) = (made(plan.rowwise), made(plan.columnwise));
+    let rowwise_shape = OperandShape { rows: x.groups.rows(), k: x.cols };
+    let columnwise_shape = OperandShape { rows: x.cols, k: x.groups.padded_rows() };
+    let allocate = |shape: OperandShape, amax: &Buffer<B::Memory, f32>| -> Result<Packed<B::Memory>, Error> {
+        Ok(Packed(Nvfp4 {
+            codes: backend.empty(shape.code_bytes())?,
+            scales: backend.empty(shape.scale_bytes())?,
+            amax: backend.duplicate(B::Memory::view(amax))?,
+        }))
+    };
+    let mut rowwise = rowwise_plan.map(|_| allocate(rowwise_shape, &amaxes.rowwise)).transpose()?;
+    let mut columnwise =
+        columnwise_plan.map(|_| allocate(columnwise_shape, amaxes.of_columnwise())).transpose()?;
+    let [row_rounding, col_rounding] = rounding;
+    if rowwise.is_some() || columnwise.is_some() {
+        backend.group_quantize(GroupQuantize {
+            x: B::Memory::shorten(x.data),
+            cols: x.cols,
+            groups: x.groups,
+            rowwise: rowwise.as_mut().map(|q| cast(q, row_rounding)),
+            columnwise: columnwise
+                .as_mut()
+                .zip(columnwise_plan)
+                .map(|(q, plan)| ColumnwiseCast { rht: plan.rht, cast: cast(q, col_rounding) }),
+        })?;
+    }
+    if let Some(trace) = trace {
+        trace_copy(backend, trace, x.name, "", rowwise_shape, &rowwise)?;
+        trace_copy(backend, trace, x.name, "_col", columnwise_shape, &columnwise)?;
+    }
+    Ok(Copies { rowwise, columnwise })
+}
+
+fn cast<M: Memory>(q: &mut Packed<M>, rounding: Rounding) -> Cast<'_, M> {
+    let Nvfp4 { codes, scales, amax } = &mut q.0;
+    Cast { amax: M::view(amax), rounding, codes: M::view_mut(codes), scales: M::view_mut(scales) }
+}
+
+fn trace_copy<B: Backend>(
+    backend: &B,
+    trace: &mut Trace,
+    name: &str,
+    suffix: &str,
+    OperandShape { rows, k }: OperandShape,
+    copy: &Option<Packed<B::Memory>>,
+) -> Result<(), Error> {
+    let Some(q) = copy else { return Ok(()) };
+    let q = q.view();
+    let experts = B::Memory::len(&q.amax);
+    trace.add(backend, format!("{name}_fp4{suffix}"), &[rows, k / 2], q.codes)?;
+    trace.add(backend, format!("{name}_scale{suffix}"), &[rows, k / BLOCK], q.scales)?;
+    trace.add(backend, format!("{name}_amax{suffix}"), &[experts], q.amax)
+}

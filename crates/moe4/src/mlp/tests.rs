@@ -1,0 +1,172 @@
+//! The operator on the reference backend: it follows its plan, and its options do not change results.
+
+use super::*;
+use crate::kernels::reference::Reference;
+use crate::kernels::{Host, Ledger};
+use crate::numerics::philox::philox4x32;
+use crate::tensor::Groups;
+use half::bf16;
+use std::sync::Arc;
+
+const SPLITS: [usize; 4] = [21, 0, 1, 32];
+const ROWS: usize = 56; // two rows past the last expert
+
+fn values(stream: u64, len: usize, scale: f32) -> Vec<f32> {
+    let unit = |i: usize| philox4x32(7, stream, i as u64)[0] as f32 / u32::MAX as f32 * 2.0 - 1.0;
+    (0..len).map(|i| unit(i) * scale).collect()
+}
+
+fn bf16s(stream: u64, len: usize, scale: f32) -> Vec<bf16> {
+    values(stream, len, scale).into_iter().map(bf16::from_f32).collect()
+}
+
+#[derive(PartialEq, Debug)]
+struct Results {
+    y: Vec<bf16>,
+    dx: Option<Vec<bf16>>,
+    dprob: Vec<f32>,
+    dw1: Vec<f32>,
+    dw2: Vec<f32>,
+    db: [Option<Vec<f32>>; 2],
+    saved_bytes: usize,
+}
+
+fn config() -> GroupedMlpConfig {
+    GroupedMlpConfig::new(4, 32, 32)
+}
+
+/// One step; checks on the way that the passes are those of the plan.
+fn step(config: GroupedMlpConfig, needs: Needs) -> Results {
+    let mlp = GroupedMlp::new(config.clone()).unwrap();
+    let backend = Ledger::new(&Reference);
+    let groups = Groups::new(&SPLITS, ROWS).unwrap();
+    let [s1, s2] = mlp.weight_shapes();
+    let (w1, w2) = (bf16s(1, 4 * s1.n * s1.k, 0.5), bf16s(2, 4 * s2.n * s2.k, 0.5));
+    let (b1, b2) = (values(3, 4 * s1.n, 0.5), values(4, 4 * s2.n, 0.5));
+    let biases = config.bias.then_some(Biases { b1: &b1[..], b2: &b2[..] });
+    let (w1, w2) = (WeightSource::Packed(&w1[..]), WeightSource::Packed(&w2[..]));
+    let weights = Arc::new(mlp.prepare_weights(&backend, w1, w2, biases).unwrap());
+    backend.take();
+    let (mut x, mut dy) = (bf16s(5, ROWS * 32, 1.0), bf16s(6, ROWS * 32, 1.0));
+    x[54 * 32..].fill(bf16::NAN);
+    dy[54 * 32..].fill(bf16::NAN);
+    let prob = values(8, ROWS, 1.0);
+    let args =
+        ForwardArgs { x: &x[..], prob: &prob[..], groups: &groups, weights: &weights, needs, trace: None };
+    let Forward { y, saved } = mlp.forward(&backend, args).unwrap();
+    let plan = mlp.plan(needs);
+    let planned = |passes: &[PlannedPass]| passes.iter().map(|p| p.name).collect::<Vec<_>>();
+    assert_eq!(backend.take(), planned(&plan.forward));
+    let (mut dw1, mut dw2) = (vec![f32::NAN; 4 * s1.n * s1.k], vec![f32::NAN; 4 * s2.n * s2.k]);
+    let dw = needs.weights.then(|| WeightGrads::<Host> {
+        dw1: WeightGrad::packed_f32(&mut dw1[..], 4, GradMode::Overwrite),
+        dw2: WeightGrad::packed_f32(&mut dw2[..], 4, GradMode::Overwrite),
+    });
+    let args = BackwardArgs { dy: &dy[..], random: RandomSeed { seed: 1, call: 2 }, dw, trace: None };
+    let grads = mlp.backward(&backend, &saved, args).unwrap();
+    assert_eq!(backend.take(), planned(&plan.backward));
+    if !needs.weights {
+        (dw1, dw2) = (vec![], vec![]);
+    }
+    let (dx, dprob, db) = (grads.dx, grads.dprob, [grads.db1, grads.db2]);
+    Results { y, dx, dprob, dw1, dw2, db, saved_bytes: saved.bytes() }
+}
+
+#[test]
+fn recompute_changes_nothing_but_memory() {
+    for activation in Activation::all() {
+        for (precision, bias) in
+            [(Precision::Nvfp4, false), (Precision::Nvfp4, true), (Precision::Bf16, true)]
+        {
+            let off = GroupedMlpConfig { activation, precision, bias, ..config() };
+            let on = GroupedMlpConfig { recompute_activation: true, ..off.clone() };
+            let (off, mut on) = (step(off, Needs::ALL), step(on, Needs::ALL));
+            assert!(on.saved_bytes < off.saved_bytes, "{activation}");
+            on.saved_bytes = off.saved_bytes;
+            assert_eq!(off, on, "{activation}");
+            assert!(off.dw1.iter().chain(&off.dw2).all(|v| v.is_finite()), "{activation}");
+            assert!(off.y[54 * 32..].iter().all(|v| v.to_bits() == 0), "rows of no expert are zero");
+        }
+    }
+}
+
+#[test]
+fn partial_needs_give_the_same_gradients() {
+    for precision in [Precision::Nvfp4, Precision::Bf16] {
+        let config = GroupedMlpConfig { precision, bias: true, ..config() };
+        let all = step(config.clone(), Needs::ALL);
+        let input = step(config.clone(), Needs::INPUT);
+        assert_eq!((&input.dx, &input.dprob, &input.y), (&all.dx, &all.dprob, &all.y));
+        assert_eq!(input.db, [None, None]);
+        let weights = step(config.clone(), Needs::WEIGHTS);
+        assert_eq!((&weights.dw1, &weights.dw2, &weights.db), (&all.dw1, &all.dw2, &all.db));
+        assert_eq!(weights.dx, None);
+        assert!(input.saved_bytes < all.saved_bytes);
+    }
+}
+
+#[test]
+fn a_separate_amax_pass_gives_the_same_bits() {
+    let separate = GroupedMlpConfig { dc_amax: DcAmax::SeparatePass, ..config() };
+    assert_eq!(step(config(), Needs::ALL), step(separate, Needs::ALL));
+}
+
+#[test]
+fn without_transforms_the_rowwise_amax_serves_both_directions() {
+    let plain = GroupedMlpConfig { fc1_rht: None, fc2_rht: None, ..config() };
+    let on = GroupedMlpConfig { recompute_activation: true, ..plain.clone() };
+    let (off, on) = (step(plain, Needs::ALL), step(on, Needs::ALL));
+    assert_eq!((off.dw1, off.dw2), (on.dw1, on.dw2));
+}
+
+#[test]
+fn misuse_is_refused_before_anything_runs() {
+    let mlp = GroupedMlp::new(config()).unwrap();
+    let groups = Groups::new(&SPLITS, ROWS).unwrap();
+    let (w1, w2) = (bf16s(1, 4 * 64 * 32, 1.0), bf16s(2, 4 * 32 * 32, 1.0));
+    let prepare = |mlp: &GroupedMlp, w1: &[bf16]| {
+        mlp.prepare_weights(&Reference, WeightSource::Packed(w1), WeightSource::Packed(&w2[..]), None)
+    };
+    let message = prepare(&mlp, &w1[1..]).unwrap_err().to_string();
+    assert!(message.contains("w1 of shape [4, 64, 32]: expected 8192 elements, got 8191"), "{message}");
+
+    let weights = Arc::new(prepare(&mlp, &w1).unwrap());
+    let (x, prob) = (bf16s(5, ROWS * 32, 1.0), vec![1.0; ROWS]);
+    let forward = |mlp: &GroupedMlp, x: &[bf16], groups: &Groups, needs| {
+        mlp.forward(
+            &Reference,
+            ForwardArgs { x, prob: &prob[..], groups, weights: &weights, needs, trace: None },
+        )
+    };
+    assert!(forward(&mlp, &x[1..], &groups, Needs::ALL).unwrap_err().to_string().contains("forward: x"));
+    let three = Groups::new(&SPLITS[..3], ROWS).unwrap();
+    assert!(
+        forward(&mlp, &x, &three, Needs::ALL).unwrap_err().to_string().contains("expected 4 experts, got 3")
+    );
+    let other = GroupedMlp::new(GroupedMlpConfig { precision: Precision::Bf16, ..config() }).unwrap();
+    assert!(forward(&other, &x, &groups, Needs::ALL).unwrap_err().to_string().contains("prepare_weights"));
+
+    fn refused<'a>(
+        mlp: &GroupedMlp,
+        saved: &Saved<Host>,
+        dy: &'a [bf16],
+        dw: Option<WeightGrads<'a, Host>>,
+    ) -> String {
+        let args = BackwardArgs { dy, random: RandomSeed::default(), dw, trace: None };
+        mlp.backward(&Reference, saved, args).unwrap_err().to_string()
+    }
+    let saved = forward(&mlp, &x, &groups, Needs::ALL).unwrap().saved;
+    assert!(refused(&mlp, &saved, &x, None).contains("got no buffers"));
+    let mut dw1 = vec![0.0; 4 * 64 * 32];
+    let mut dw2 = [0.0; 12];
+    let dw = WeightGrads {
+        dw1: WeightGrad::packed_f32(&mut dw1[..], 4, GradMode::Overwrite),
+        dw2: WeightGrad::packed_f32(&mut dw2[..], 4, GradMode::Overwrite),
+    };
+    assert!(
+        refused(&mlp, &saved, &x, Some(dw)).contains("dw2 of shape [32, 32]: expected 1024 elements, got 3")
+    );
+    let inference = forward(&mlp, &x, &groups, Needs::NONE).unwrap().saved;
+    assert_eq!(inference.bytes(), 0);
+    assert!(refused(&mlp, &inference, &x, None).contains("Needs::NONE"));
+}

@@ -1,0 +1,181 @@
+//! Weights made ready for products: quantized once, used by any number of micro-batches.
+
+use super::GroupedMlp;
+use super::config::Precision;
+use super::saved::Packed;
+use crate::kernels::contract::{QuantizeWeights, WeightOperand, WeightShape};
+use crate::kernels::error::expect_len;
+use crate::kernels::{Backend, Buffer, Error, Memory, Misuse, View};
+use crate::numerics::BLOCK;
+use crate::tensor::Nvfp4;
+use half::bf16;
+
+/// A packed operand, borrowed.
+pub type PackedView<'a, M> = Nvfp4<View<'a, M, u8>, View<'a, M, f32>>;
+
+/// The weights of one projection, BF16.
+pub enum WeightSource<'a, M: Memory> {
+    /// One tensor `[E, n, k]`.
+    Packed(View<'a, M, bf16>),
+    /// One tensor `[n, k]` an expert.
+    PerExpert(Vec<View<'a, M, bf16>>),
+}
+
+/// Biases of both projections, FP32.
+pub struct Biases<'a, M: Memory> {
+    /// `[E, N1]`.
+    pub b1: View<'a, M, f32>,
+    /// `[E, H]`; scaled by the routing probability.
+    pub b2: View<'a, M, f32>,
+}
+
+/// Both projections as the products read them. Owned: later changes of the BF16 weights do not reach it.
+#[derive(Debug)]
+pub struct PreparedWeights<M: Memory> {
+    pub(super) w1: Projection<M>,
+    pub(super) w2: Projection<M>,
+}
+
+/// One projection of all experts.
+#[derive(Debug)]
+pub(super) struct Projection<M: Memory> {
+    shape: WeightShape,
+    experts: usize,
+    pub(super) values: Values<M>,
+    pub(super) bias: Option<Buffer<M, f32>>,
+}
+
+#[derive(Debug)]
+pub(super) enum Values<M: Memory> {
+    Nvfp4(Packed<M>),
+    Bf16(Vec<Buffer<M, bf16>>),
+}
+
+impl<M: Memory> Projection<M> {
+    pub(super) fn operand(&self) -> WeightOperand<'_, M> {
+        match &self.values {
+            Values::Nvfp4(q) => WeightOperand::Nvfp4(q.view()),
+            Values::Bf16(experts) => WeightOperand::Bf16(experts.iter().map(M::view).collect()),
+        }
+    }
+}
+
+impl<M: Memory> PreparedWeights<M> {
+    /// The packed form of `W1` and `W2`; `None` in BF16.
+    pub fn nvfp4(&self) -> Option<[PackedView<'_, M>; 2]> {
+        match (&self.w1.values, &self.w2.values) {
+            (Values::Nvfp4(w1), Values::Nvfp4(w2)) => Some([w1.view(), w2.view()]),
+            _ => None,
+        }
+    }
+
+    /// Whether they were prepared for this operator.
+    pub(super) fn check(&self, mlp: &GroupedMlp) -> Result<(), Misuse> {
+        let config = mlp.config();
+        let [s1, s2] = mlp.weight_shapes();
+        let fits = |p: &Projection<M>, shape| {
+            let precision = match p.values {
+                Values::Nvfp4(_) => Precision::Nvfp4,
+                Values::Bf16(_) => Precision::Bf16,
+            };
+            p.shape == shape
+                && p.experts == config.experts
+                && precision == config.precision
+                && p.bias.is_some() == config.bias
+        };
+        if fits(&self.w1, s1) && fits(&self.w2, s2) {
+            return Ok(());
+        }
+        Err(Misuse::Conflict {
+            what: "weights",
+            conflict: format!(
+                "expected E={} W1 {s1:?} W2 {s2:?} in {}, got E={} W1 {:?} W2 {:?}",
+                config.experts, config.precision, self.w1.experts, self.w1.shape, self.w2.shape
+            ),
+            fix: "prepare them with this operator's prepare_weights",
+        })
+    }
+}
+
+impl GroupedMlp {
+    /// Stored shapes of `W1` and `W2`.
+    pub fn weight_shapes(&self) -> [WeightShape; 2] {
+        let c = &self.config;
+        [WeightShape { n: c.fc1_rows(), k: c.hidden }, WeightShape { n: c.hidden, k: c.ffn }]
+    }
+
+    /// Quantizes the weights in 16x16 tiles, or copies them in BF16. `w1: [E, N1, H]`, `w2: [E, H, F]`.
+    ///
+    /// Errors name a tensor whose length does not fit, and biases missing or unexpected.
+    pub fn prepare_weights<B: Backend>(
+        &self,
+        backend: &B,
+        w1: WeightSource<'_, B::Memory>,
+        w2: WeightSource<'_, B::Memory>,
+        biases: Option<Biases<'_, B::Memory>>,
+    ) -> Result<PreparedWeights<B::Memory>, Error> {
+        if biases.is_some() != self.config.bias {
+            return Err(Error::Misuse(Misuse::Conflict {
+                what: "biases",
+                conflict: format!("expected bias={}, got bias={}", self.config.bias, biases.is_some()),
+                fix: "set GroupedMlpConfig::bias, or pass both b1 and b2",
+            }));
+        }
+        let [s1, s2] = self.weight_shapes();
+        let (b1, b2) = biases.map_or((None, None), |b| (Some(b.b1), Some(b.b2)));
+        Ok(PreparedWeights {
+            w1: self.project(backend, "w1", w1, s1, b1)?,
+            w2: self.project(backend, "w2", w2, s2, b2)?,
+        })
+    }
+
+    fn project<B: Backend>(
+        &self,
+        backend: &B,
+        name: &'static str,
+        source: WeightSource<'_, B::Memory>,
+        shape: WeightShape,
+        bias: Option<View<'_, B::Memory, f32>>,
+    ) -> Result<Projection<B::Memory>, Error> {
+        let experts = self.config.experts;
+        let WeightShape { n, k } = shape;
+        let w = match source {
+            WeightSource::Packed(w) => {
+                expect_len("prepare_weights", name, &[experts, n, k], B::Memory::len(&w))?;
+                B::Memory::split(w, experts)
+            }
+            WeightSource::PerExpert(w) => {
+                expect_len("prepare_weights", "list of experts' weights", &[experts], w.len())?;
+                for w in &w {
+                    expect_len("prepare_weights", name, &[n, k], B::Memory::len(w))?;
+                }
+                w
+            }
+        };
+        if let Some(bias) = &bias {
+            expect_len("prepare_weights", "bias", &[experts, n], B::Memory::len(bias))?;
+        }
+        let values = match self.config.precision {
+            Precision::Bf16 => {
+                Values::Bf16(w.into_iter().map(|w| backend.duplicate(w)).collect::<Result<_, _>>()?)
+            }
+            Precision::Nvfp4 => {
+                let mut q = Nvfp4 {
+                    codes: backend.empty(experts * n * (k / 2))?,
+                    scales: backend.empty(experts * n * (k / BLOCK))?,
+                    amax: backend.empty(experts)?,
+                };
+                backend.quantize_weights(QuantizeWeights {
+                    w: w.into_iter().map(B::Memory::shorten).collect(),
+                    shape,
+                    codes: B::Memory::view_mut(&mut q.codes),
+                    scales: B::Memory::view_mut(&mut q.scales),
+                    amax: B::Memory::view_mut(&mut q.amax),
+                })?;
+                Values::Nvfp4(Packed(q))
+            }
+        };
+        let bias = bias.map(|b| backend.duplicate(b)).transpose()?;
+        Ok(Projection { shape, experts, values, bias })
+    }
+}
