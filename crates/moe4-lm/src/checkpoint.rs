@@ -144,7 +144,8 @@ impl ModuleMapper for Restore<'_> {
                 Param::initialized(param.id, value)
             }
             found => {
-                let got = found.map_or("missing".to_owned(), |view| format!("{:?} {:?}", view.dtype(), view.shape()));
+                let got = found
+                    .map_or("missing".to_owned(), |view| format!("{:?} {:?}", view.dtype(), view.shape()));
                 self.missing.get_or_insert(format!("{name} is {got}, expected F32 {shape:?}"));
                 param
             }

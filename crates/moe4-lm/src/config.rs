@@ -6,8 +6,8 @@ use std::str::FromStr;
 use moe4::kernels::activation::Activation;
 use serde::{Deserialize, Serialize};
 
-use crate::data::Corpus;
 use crate::Error;
+use crate::data::Corpus;
 
 /// Tokens are bytes.
 pub const VOCABULARY: usize = 256;
@@ -195,7 +195,11 @@ impl ModelConfig {
         at_least_one("experts", self.experts)?;
         at_least_one("ffn", self.ffn)?;
         if !self.hidden.is_multiple_of(self.heads) {
-            return Err(Error::setting("heads", self.heads, format!("a divisor of hidden ({})", self.hidden)));
+            return Err(Error::setting(
+                "heads",
+                self.heads,
+                format!("a divisor of hidden ({})", self.hidden),
+            ));
         }
         if !(1..=self.experts).contains(&self.top_k) {
             let expected = format!("from 1 to the number of experts ({})", self.experts);

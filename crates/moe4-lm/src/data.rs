@@ -6,8 +6,8 @@
 
 use std::path::Path;
 
-use rand::rngs::StdRng;
 use rand::Rng;
+use rand::rngs::StdRng;
 
 use crate::Error;
 use crate::rng::{Stream, rng};
@@ -79,7 +79,9 @@ impl Corpus {
 
     /// FNV-1a over all bytes: tells whether a resumed run still has its text.
     pub fn fingerprint(&self) -> u64 {
-        self.bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+        self.bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        })
     }
 
     /// Checks that both parts hold at least one window and the byte after it.

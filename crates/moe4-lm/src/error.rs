@@ -67,7 +67,7 @@ pub enum Error {
     },
     /// The expert operator refused its inputs.
     #[error("expert layer: {0}")]
-    Operator(String),
+    Operator(#[from] moe4::kernels::Error),
     /// The picture could not be drawn.
     #[error("cannot draw {path}: {reason}")]
     Plot {

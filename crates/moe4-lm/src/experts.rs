@@ -3,7 +3,7 @@
 //! The weights' values are read from [`Weights`], prepared once an optimizer step; the tensors `w1` and `w2`
 //! enter the graph only to receive their gradients.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
@@ -12,6 +12,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension};
 use burn::tensor::{Shape, Tensor, TensorData};
+use moe4::mlp::{Needs, RandomSeed};
 
 use crate::Error;
 use crate::operator::{Operator, Saved, Weights};
@@ -21,17 +22,21 @@ use crate::routing::Routing;
 ///
 /// burn's operations return tensors, not results: the operation hands on zeros, and the error waits here.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Failure(Arc<OnceLock<String>>);
+pub(crate) struct Failure(Arc<Mutex<Option<Error>>>);
 
 impl Failure {
     fn record<T>(&self, result: Result<T, Error>) -> Option<T> {
-        // A later error follows from the zeros of the first one and says nothing new.
-        result.map_err(|error| self.0.set(error.to_string())).ok()
+        result
+            .map_err(|error| {
+                // A later error follows from the zeros of the first one and says nothing new.
+                self.0.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+            })
+            .ok()
     }
 
     /// The error, if there was one.
     pub(crate) fn check(&self) -> Result<(), Error> {
-        self.0.get().map_or(Ok(()), |reason| Err(Error::Operator(reason.clone())))
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take().map_or(Ok(()), Err)
     }
 }
 
@@ -41,10 +46,8 @@ pub(crate) struct Call {
     pub(crate) operator: Arc<Operator>,
     pub(crate) weights: Arc<Weights>,
     pub(crate) routing: Arc<Routing>,
-    /// Key of the stochastic rounding; distinct for each layer.
-    pub(crate) seed: u64,
-    /// Global step, the other half of the key.
-    pub(crate) step: u64,
+    /// Key of the stochastic rounding, distinct for each layer and step.
+    pub(crate) random: RandomSeed,
     pub(crate) failure: Failure,
 }
 
@@ -78,7 +81,7 @@ impl GroupedExperts for Flex {
         gates: FloatTensor<Self>,
         call: Call,
     ) -> FloatTensor<Self> {
-        forward(&x, &gates, &call, false).0
+        forward(&x, &gates, &call, Needs::NONE).0
     }
 }
 
@@ -94,11 +97,11 @@ impl<C: CheckpointStrategy> GroupedExperts for Autodiff<Flex, C> {
         let nodes = [x.node(), w1.node(), w2.node(), gates.node()];
         match GroupedExpertsBackward.prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(prep) => {
-                let (y, saved) = forward(x.primitive(), gates.primitive(), &call, true);
+                let (y, saved) = forward(x.primitive(), gates.primitive(), &call, Needs::ALL);
                 prep.finish(State { shapes, saved, call }, y)
             }
             OpsKind::UnTracked(prep) => {
-                prep.finish(forward(x.primitive(), gates.primitive(), &call, false).0)
+                prep.finish(forward(x.primitive(), gates.primitive(), &call, Needs::NONE).0)
             }
         }
     }
@@ -125,8 +128,7 @@ impl Backward<Flex, 4> for GroupedExpertsBackward {
         let result = saved.and_then(|saved| {
             let dy = dy.to_contiguous();
             let dy = dy.as_slice::<f32>().unwrap_or_default();
-            let Call { operator, weights, routing, seed, step, failure } = &call;
-            failure.record(operator.backward(weights, &saved, dy, routing, *seed, *step))
+            call.failure.record(call.operator.backward(&saved, dy, &call.routing, call.random))
         });
         let gradients = match result {
             Some(gradients) => [gradients.x, gradients.w1, gradients.w2, gradients.gates],
@@ -144,15 +146,15 @@ fn forward(
     x: &FloatTensor<Flex>,
     gates: &FloatTensor<Flex>,
     call: &Call,
-    keep: bool,
+    needs: Needs,
 ) -> (FloatTensor<Flex>, Option<Arc<Saved>>) {
     let (x, gates) = (x.to_contiguous(), gates.to_contiguous());
     let shape = x.shape();
     let values = x.as_slice::<f32>().unwrap_or_default();
     let gates = gates.as_slice::<f32>().unwrap_or_default();
-    let result = call.operator.forward(&call.weights, values, gates, &call.routing, keep);
+    let result = call.operator.forward(&call.weights, values, gates, &call.routing, needs);
     match call.failure.record(result) {
-        Some((y, saved)) => (tensor(y, shape), saved.map(Arc::new)),
+        Some((y, saved)) => (tensor(y, shape), Some(Arc::new(saved))),
         None => (tensor(vec![0.0; shape.num_elements()], shape), None),
     }
 }

@@ -1,63 +1,158 @@
-//! The expert layer on plain slices: tokens are copied to expert order, run through the grouped MLP, and each
-//! token's `top_k` results are added up.
+//! The expert layer on plain FP32 slices: moe4's grouped MLP between the permutation to expert order and back.
 //!
 //! ```text
-//! xs[r] = x[token(r)]           ps[r] = gates[assignment(r)]
-//! ys    = grouped_mlp(xs, w1, w2, ps)            probabilities scale the activation inside
-//! y[t]  = sum over choices of ys[row(t, choice)] in FP32, in the order of the choices
+//! xs[r] = bf16(x[token(r)])      ps[r] = gates[assignment(r)]
+//! ys    = grouped_mlp(xs, W1, W2, ps)            the gate scales the activation inside
+//! y[t]  = sum over choices j of ys[row(t, j)], in FP32, j ascending, rounded to BF16 once
 //! ```
+//!
+//! Backward, `dy` and `dxs` take the same two paths the other way. Weights are FP32 outside (AdamW's master copy)
+//! and BF16 inside, before any quantization.
 
+use std::sync::Arc;
+
+use half::bf16;
+use half::slice::HalfFloatSliceExt;
+use moe4::kernels::contract::{Permute, Unpermute};
+use moe4::kernels::reference::Reference as Cpu;
+use moe4::kernels::{Backend, Host, Memory};
+use moe4::mlp::{
+    self, BackwardArgs, ForwardArgs, GradBuffers, GradMode, GroupedMlp, GroupedMlpConfig, Needs,
+    PreparedWeights, RandomSeed, WeightGrad, WeightGrads, WeightSource,
+};
+use moe4::tensor::Groups;
+
+use crate::Error;
 use crate::config::{ModelConfig, Precision};
 use crate::routing::Routing;
-use crate::Error;
 
-pub(crate) struct Operator { experts: usize, hidden: usize, ffn: usize }
+/// The grouped MLP of one configuration on the CPU.
 #[derive(Debug)]
-pub(crate) struct Weights { w1: Vec<f32>, w2: Vec<f32> }
-#[derive(Debug)]
-pub(crate) struct Saved { x: Vec<f32>, c: Vec<f32>, p: Vec<f32> }
-pub(crate) struct Gradients { pub(crate) x: Vec<f32>, pub(crate) w1: Vec<f32>, pub(crate) w2: Vec<f32>, pub(crate) gates: Vec<f32> }
-impl std::fmt::Debug for Operator { fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result { f.write_str("Operator") } }
-
-// [m,k] x [n,k]T
-fn nt(a: &[f32], b: &[f32], k: usize, n: usize) -> Vec<f32> {
-    a.chunks_exact(k).flat_map(|r| b.chunks_exact(k).map(move |c| { let mut s=[0f32;16]; for (x,y) in r.chunks_exact(16).zip(c.chunks_exact(16)) { for i in 0..16 { s[i]+=x[i]*y[i]; } } s.iter().sum::<f32>() }).take(n)).collect()
+pub(crate) struct Operator {
+    mlp: GroupedMlp,
+    backend: Cpu,
 }
-fn tr(a: &[f32], c: usize) -> Vec<f32> { let r = a.len()/c; let mut o = vec![0.; a.len()]; for i in 0..r { for j in 0..c { o[j*r+i]=a[i*c+j]; } } o }
-// [t,m]T x [t,n]
-fn tn(a: &[f32], b: &[f32], m: usize, n: usize) -> Vec<f32> { let mut o = vec![0.; m*n]; for (ra, rb) in a.chunks_exact(m).zip(b.chunks_exact(n)) { for (i,&x) in ra.iter().enumerate() { for (d,&y) in o[i*n..(i+1)*n].iter_mut().zip(rb) { *d += x*y; } } } o }
+
+/// One layer's weights, quantized or rounded to BF16.
+pub(crate) type Weights = PreparedWeights<Host>;
+
+/// What the backward pass of one call needs.
+pub(crate) type Saved = mlp::Saved<Host>;
+
+/// Gradients of the four inputs, each of its input's shape.
+pub(crate) struct Gradients {
+    pub(crate) x: Vec<f32>,
+    pub(crate) w1: Vec<f32>,
+    pub(crate) w2: Vec<f32>,
+    pub(crate) gates: Vec<f32>,
+}
 
 impl Operator {
-    pub(crate) fn new(c: &ModelConfig, _: Precision, _: bool) -> Result<Self, Error> { Ok(Self { experts: c.experts, hidden: c.hidden, ffn: c.ffn }) }
-    pub(crate) fn fc1_rows(&self) -> usize { 2 * self.ffn }
-    pub(crate) fn prepare(&self, w1: &[f32], w2: &[f32]) -> Result<Weights, Error> { Ok(Weights { w1: w1.to_vec(), w2: w2.to_vec() }) }
-    pub(crate) fn forward(&self, weights: &Weights, x: &[f32], gates: &[f32], routing: &Routing, _keep: bool) -> Result<(Vec<f32>, Option<Saved>), Error> {
-        let (h, f) = (self.hidden, self.ffn);
-        let xs: Vec<f32> = routing.order.iter().flat_map(|&a| { let t = a / routing.top_k; x[t*h..(t+1)*h].iter().copied() }).collect();
-        let p: Vec<f32> = routing.order.iter().map(|&a| gates[a]).collect();
-        let mut y = vec![0.0; x.len()]; let mut call = Vec::new(); let mut o = 0;
-        for e in 0..self.experts { let n = routing.splits[e];
-            let c = nt(&xs[o*h..(o+n)*h], &weights.w1[e*2*f*h..(e+1)*2*f*h], h, 2*f);
-            let hh: Vec<f32> = c.chunks_exact(2*f).zip(&p[o..]).flat_map(|(r, &p)| { let (g,u)=r.split_at(f); g.iter().zip(u).map(move |(g,u)| g/(1.0+(-g).exp())*u*p) }).collect();
-            let ys = nt(&hh, &weights.w2[e*h*f..(e+1)*h*f], f, h);
-            for (r, row) in ys.chunks_exact(h).enumerate() { let t = routing.order[o+r]/routing.top_k; for (d,s) in y[t*h..(t+1)*h].iter_mut().zip(row) { *d += s; } }
-            call.extend(c); o += n; }
-        Ok((y, Some(Saved { x: xs, c: call, p })))
+    pub(crate) fn new(model: &ModelConfig, precision: Precision, recompute: bool) -> Result<Self, Error> {
+        let mlp = GroupedMlp::new(GroupedMlpConfig {
+            activation: model.activation,
+            precision: match precision {
+                Precision::Bf16 => mlp::Precision::Bf16,
+                Precision::Nvfp4 => mlp::Precision::Nvfp4,
+            },
+            recompute_activation: recompute,
+            ..GroupedMlpConfig::new(model.experts, model.hidden, model.ffn)
+        })?;
+        Ok(Self { mlp, backend: Cpu })
     }
-    pub(crate) fn backward(&self, weights: &Weights, s: &Saved, dy: &[f32], routing: &Routing, _seed: u64, _step: u64) -> Result<Gradients, Error> {
-        let (h, f) = (self.hidden, self.ffn);
-        let dys: Vec<f32> = routing.order.iter().flat_map(|&a| { let t = a / routing.top_k; dy[t*h..(t+1)*h].iter().copied() }).collect();
-        let mut g = Gradients { x: vec![0.0; dy.len()], w1: vec![], w2: vec![], gates: vec![0.0; routing.order.len()] }; let mut o = 0;
-        for e in 0..self.experts { let n = routing.splits[e];
-            let dyr = &dys[o*h..(o+n)*h];
-            let dh = nt(dyr, &tr(&weights.w2[e*h*f..(e+1)*h*f], f), h, f);
-            let mut dc = vec![0.0; n*2*f]; let mut hh = vec![0.0; n*f];
-            for r in 0..n { let c = &s.c[(o+r)*2*f..(o+r+1)*2*f]; let p = s.p[o+r]; let mut dp = 0.0;
-                for i in 0..f { let (gg,u) = (c[i], c[f+i]); let sg = 1.0/(1.0+(-gg).exp()); let act = gg*sg*u; let d = dh[r*f+i]; dp += act*d; hh[r*f+i]=act*p; let d = d*p; dc[r*2*f+i] = d*u*sg*(1.0+gg*(1.0-sg)); dc[r*2*f+f+i] = d*gg*sg; }
-                g.gates[routing.order[o+r]] = dp; }
-            let dx = nt(&dc, &tr(&weights.w1[e*2*f*h..(e+1)*2*f*h], h), 2*f, h);
-            for (r,row) in dx.chunks_exact(h).enumerate() { let t = routing.order[o+r]/routing.top_k; for (d,s) in g.x[t*h..(t+1)*h].iter_mut().zip(row) { *d += s; } }
-            g.w2.extend(tn(dyr, &hh, h, f)); g.w1.extend(tn(&dc, &s.x[o*h..(o+n)*h], 2*f, h)); o += n; }
-        Ok(g)
+
+    /// `N1`, the rows of each expert's W1.
+    pub(crate) fn fc1_rows(&self) -> usize {
+        self.mlp.config().fc1_rows()
     }
+
+    /// `w1 [E, N1, H]`, `w2 [E, H, F]`.
+    pub(crate) fn prepare(&self, w1: &[f32], w2: &[f32]) -> Result<Weights, Error> {
+        let (w1, w2) = (to_bf16(w1), to_bf16(w2));
+        let (w1, w2) = (WeightSource::Packed(w1.as_slice()), WeightSource::Packed(w2.as_slice()));
+        Ok(self.mlp.prepare_weights(&self.backend, w1, w2, None)?)
+    }
+
+    /// `x [T, H]` and `gates [T * top_k]` to `y [T, H]` and what the backward pass needs.
+    pub(crate) fn forward(
+        &self,
+        weights: &Arc<Weights>,
+        x: &[f32],
+        gates: &[f32],
+        routing: &Routing,
+        needs: Needs,
+    ) -> Result<(Vec<f32>, Saved), Error> {
+        let prob: Vec<f32> = routing.assignments().map(|assignment| gates[assignment]).collect();
+        let x = self.to_expert_order(x, routing)?;
+        let groups = Groups::new(&routing.splits, prob.len()).map_err(moe4::kernels::Error::from)?;
+        let args = ForwardArgs {
+            x: x.as_slice(),
+            prob: prob.as_slice(),
+            groups: &groups,
+            weights,
+            needs,
+            trace: None,
+        };
+        let forward = self.mlp.forward(&self.backend, args)?;
+        Ok((self.to_tokens(&forward.y, routing)?, forward.saved))
+    }
+
+    /// `dy [T, H]` to the gradients; `random` keys the stochastic rounding.
+    pub(crate) fn backward(
+        &self,
+        saved: &Saved,
+        dy: &[f32],
+        routing: &Routing,
+        random: RandomSeed,
+    ) -> Result<Gradients, Error> {
+        let experts = self.mlp.config().experts;
+        let [mut w1, mut w2] = self.mlp.weight_shapes().map(|shape| vec![0.0; experts * shape.n * shape.k]);
+        let dy = self.to_expert_order(dy, routing)?;
+        let gradient = |buffer| WeightGrad {
+            buffers: GradBuffers::F32(Host::split_mut(buffer, experts)),
+            mode: GradMode::Overwrite,
+        };
+        let dw = Some(WeightGrads { dw1: gradient(&mut w1), dw2: gradient(&mut w2) });
+        let gradients = self.mlp.backward(
+            &self.backend,
+            saved,
+            BackwardArgs { dy: dy.as_slice(), random, dw, trace: None },
+        )?;
+
+        let x = match gradients.dx {
+            Some(dx) => self.to_tokens(&dx, routing)?,
+            None => Vec::new(),
+        };
+        let mut gates = vec![0.0; gradients.dprob.len()];
+        for (assignment, gradient) in routing.assignments().zip(gradients.dprob) {
+            gates[assignment] = gradient;
+        }
+        Ok(Gradients { x, w1, w2, gates })
+    }
+
+    /// `[T, H]` to BF16 `[T * top_k, H]`.
+    fn to_expert_order(&self, x: &[f32], routing: &Routing) -> Result<Vec<bf16>, Error> {
+        let cols = self.mlp.config().hidden;
+        let x = to_bf16(x);
+        let mut out = vec![bf16::ZERO; routing.source.len() * cols];
+        self.backend.permute(Permute { x: &x, cols, source: &routing.source, out: &mut out })?;
+        Ok(out)
+    }
+
+    /// `[T * top_k, H]` to the sums `[T, H]`.
+    fn to_tokens(&self, y: &[bf16], routing: &Routing) -> Result<Vec<f32>, Error> {
+        let cols = self.mlp.config().hidden;
+        let Routing { slot, top_k, .. } = routing;
+        let mut out = vec![bf16::ZERO; slot.len() / top_k * cols];
+        self.backend.unpermute(Unpermute { y, cols, slot, top_k: *top_k, weights: None, out: &mut out })?;
+        let mut values = vec![0.0; out.len()];
+        out.convert_to_f32_slice(&mut values);
+        Ok(values)
+    }
+}
+
+fn to_bf16(values: &[f32]) -> Vec<bf16> {
+    let mut rounded = vec![bf16::ZERO; values.len()];
+    rounded.convert_from_f32_slice(values);
+    rounded
 }

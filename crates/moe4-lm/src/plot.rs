@@ -124,7 +124,9 @@ fn draw_losses(area: &Area<'_>, curves: &[Curve], unigram: f64) -> Drawn {
             Precision::Nvfp4 => (4, color.filled()),
         };
         chart
-            .draw_series(visible(&curve.validation).into_iter().map(|point| Circle::new(point, radius, style)))?
+            .draw_series(
+                visible(&curve.validation).into_iter().map(|point| Circle::new(point, radius, style)),
+            )?
             .label(format!("{precision} validation"))
             .legend(move |(x, y)| Circle::new((x + 14, y), radius, style));
     }

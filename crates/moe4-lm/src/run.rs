@@ -120,7 +120,8 @@ impl Run {
     pub fn resume(folder: &Path) -> Result<Self, Error> {
         let path = folder.join("config.toml");
         let text = std::fs::read_to_string(&path).map_err(Error::io("read", &path))?;
-        let config: RunConfig = toml::from_str(&text).map_err(|error| Error::foreign(&path, error.message()))?;
+        let config: RunConfig =
+            toml::from_str(&text).map_err(|error| Error::foreign(&path, error.message()))?;
         let corpus = if config.data.text == SHIPPED_NAME {
             Corpus::shipped()
         } else {
@@ -230,7 +231,8 @@ impl<'a, 'm> Session<'a, 'm> {
         }
         metrics.rewind(precision, trainer.step_count());
         if metrics.of(precision).count() != trainer.step_count() {
-            let reason = format!("it lacks steps before {}, where the checkpoint stands", trainer.step_count());
+            let reason =
+                format!("it lacks steps before {}, where the checkpoint stands", trainer.step_count());
             return Err(Error::foreign(&metrics_path, reason));
         }
         let speed = Speed::default();

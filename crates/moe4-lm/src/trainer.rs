@@ -51,7 +51,8 @@ impl<'a> Trainer<'a> {
         let device = Device::flex().autodiff();
         let operator = Arc::new(Operator::new(&config.model, precision, config.training.recompute)?);
         let model = Transformer::new(&config.model, &operator, config.training.seed, &device);
-        let optimizer = AdamWConfig::new().with_beta_2(0.99).with_epsilon(1e-8).with_weight_decay(0.01).init();
+        let optimizer =
+            AdamWConfig::new().with_beta_2(0.99).with_epsilon(1e-8).with_weight_decay(0.01).init();
         Ok(Self { config, corpus, precision, operator, model, optimizer, step: 0 })
     }
 

@@ -6,6 +6,8 @@ use burn::module::{Module, Param};
 use burn::nn::Linear;
 use burn::tensor::{Int, Tensor, TensorData, activation::softmax};
 
+use moe4::mlp::RandomSeed;
+
 use super::init::Initializer;
 use super::{Pass, values};
 use crate::Error;
@@ -26,7 +28,12 @@ pub(crate) struct MixtureOfExperts {
 }
 
 impl MixtureOfExperts {
-    pub(super) fn new(init: &mut Initializer<'_>, config: &ModelConfig, fc1_rows: usize, output_gain: f64) -> Self {
+    pub(super) fn new(
+        init: &mut Initializer<'_>,
+        config: &ModelConfig,
+        fc1_rows: usize,
+        output_gain: f64,
+    ) -> Self {
         let ModelConfig { experts, hidden, ffn, top_k, .. } = *config;
         Self {
             router: init.linear(hidden, experts, 1.0),
@@ -53,12 +60,11 @@ impl MixtureOfExperts {
 
         let device = x.device();
         let chosen: Vec<i64> = routing.experts.iter().map(|&expert| expert as i64).collect();
-        let chosen =
-            Tensor::<2, Int>::from_data(TensorData::new(chosen, [tokens, self.top_k]), &device);
+        let chosen = Tensor::<2, Int>::from_data(TensorData::new(chosen, [tokens, self.top_k]), &device);
         let gates = probabilities.clone().gather(1, chosen);
         let gates = gates.clone() / gates.sum_dim(1);
 
-        let scale = count as f32 / routing.order.len() as f32;
+        let scale = count as f32 / routing.slot.len() as f32;
         let share: Vec<f32> = routing.splits.iter().map(|&rows| rows as f32 * scale).collect();
         let share = Tensor::<1>::from_data(TensorData::new(share, [count]), &device);
         let balance = (probabilities.mean_dim(0).reshape([count]) * share).sum();
@@ -67,8 +73,7 @@ impl MixtureOfExperts {
             operator: Arc::clone(pass.operator),
             weights: Arc::clone(&pass.weights[layer]),
             routing: Arc::new(routing),
-            seed: derive(pass.seed, Stream::Rounding, layer as u64),
-            step: pass.step,
+            random: RandomSeed { seed: derive(pass.seed, Stream::Rounding, layer as u64), call: pass.step },
             failure: pass.failure.clone(),
         };
         let y = experts(x, self.w1.val(), self.w2.val(), gates.reshape([tokens * self.top_k]), call);
