@@ -218,7 +218,12 @@ fn table(summary: &Summary) -> String {
         })
         .collect();
     if summary.models.len() == 2 {
-        rows.push(vec!["gap".to_owned(), gap(summary.training_gap()), gap(summary.validation_gap()), String::new()]);
+        rows.push(vec![
+            "gap".to_owned(),
+            gap(summary.training_gap()),
+            gap(summary.validation_gap()),
+            String::new(),
+        ]);
     }
     rows.push(vec!["byte frequencies".to_owned(), String::new(), loss(summary.unigram_loss), String::new()]);
     output::table(&["nats per byte", "training", "validation", "tokens/s"], 1, rows)

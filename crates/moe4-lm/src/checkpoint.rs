@@ -1,8 +1,8 @@
 //! A run's state in one safetensors file: every parameter under its name (FP32), and AdamW's state as the byte
 //! tensor `optimizer.burnpack`, so that both change together.
 //!
-//! The file's metadata says what it is: `format`, `precision`, `step` and the whole `config` as TOML. Nothing
-//! else is needed to go on: batches and stochastic rounding follow from the seed and the step.
+//! The file's metadata holds a [`Header`] as TOML under `moe4_lm`. Nothing else is needed to go on: batches and
+//! stochastic rounding follow from the seed and the step.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -11,23 +11,32 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bytes, Tensor, TensorData};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::config::Precision;
+use crate::config::{Precision, RunConfig};
 use crate::files::write_whole;
 use crate::model::Transformer;
 
-const FORMAT: &str = "moe4-lm checkpoint 1";
+const HEADER: &str = "moe4_lm";
 const OPTIMIZER: &str = "optimizer.burnpack";
 
-/// What identifies a checkpoint.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What a checkpoint belongs to.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(crate) struct Header {
+    /// Of this layout of the file.
+    pub(crate) version: u32,
     pub(crate) precision: Precision,
     /// Steps done.
     pub(crate) step: usize,
-    /// The run's `config.toml`.
-    pub(crate) config: String,
+    pub(crate) config: RunConfig,
+}
+
+impl Header {
+    pub(crate) fn new(precision: Precision, step: usize, config: &RunConfig) -> Self {
+        Self { version: 1, precision, step, config: config.clone() }
+    }
 }
 
 pub(crate) fn save(
@@ -48,12 +57,8 @@ pub(crate) fn save(
     }
     let view = TensorView::new(Dtype::U8, vec![optimizer.len()], &optimizer);
     views.push((OPTIMIZER, view.map_err(|error| failed(error.to_string()))?));
-    let metadata = HashMap::from([
-        ("format".to_owned(), FORMAT.to_owned()),
-        ("precision".to_owned(), header.precision.name().to_owned()),
-        ("step".to_owned(), header.step.to_string()),
-        ("config".to_owned(), header.config.clone()),
-    ]);
+    let text = toml::to_string(header).map_err(|error| failed(error.to_string()))?;
+    let metadata = HashMap::from([(HEADER.to_owned(), text)]);
     let file = safetensors::serialize(views, Some(metadata)).map_err(|error| failed(error.to_string()))?;
     write_whole(path, &file)
 }
@@ -68,18 +73,16 @@ pub(crate) fn load(
     let foreign = |reason: String| Error::foreign(path, reason);
     let file = std::fs::read(path).map_err(Error::io("read", path))?;
     let (_, metadata) = SafeTensors::read_metadata(&file).map_err(|error| foreign(error.to_string()))?;
-    let field = |name: &str| {
-        let value = metadata.metadata().as_ref().and_then(|fields| fields.get(name));
-        value.ok_or_else(|| foreign(format!("its metadata has no {name}")))
-    };
-    for (name, value) in
-        [("format", FORMAT), ("precision", expected.precision.name()), ("config", &expected.config)]
-    {
-        if field(name)? != value {
-            return Err(foreign(format!("its {name} is not this run's")));
-        }
+    let header = metadata.metadata().as_ref().and_then(|fields| fields.get(HEADER));
+    let header = header.ok_or_else(|| foreign(format!("its metadata has no {HEADER}")))?;
+    let header: Header = toml::from_str(header).map_err(|error| foreign(error.message().to_owned()))?;
+    let step = header.step;
+    if header != (Header { step, ..expected.clone() }) {
+        return Err(foreign("it was saved by a run with other settings".to_owned()));
     }
-    let step = field("step")?.parse().map_err(|_| foreign("its step is no number".to_owned()))?;
+    if step > header.config.training.steps {
+        return Err(foreign(format!("it is at step {step}, past the run's last")));
+    }
 
     let tensors = SafeTensors::deserialize(&file).map_err(|error| foreign(error.to_string()))?;
     let mut restore = Restore { path: Vec::new(), tensors: &tensors, missing: None };

@@ -12,6 +12,14 @@ use crate::data::Corpus;
 /// Tokens are bytes.
 pub const VOCABULARY: usize = 256;
 
+/// The most bytes in one optimizer step.
+///
+/// Also a promise: burn sums longer tensors in parallel, in an order that depends on the threads.
+const MAX_BYTES_A_STEP: usize = 1 << 20;
+
+/// The most parameters: with gradients and AdamW's state, 16 GB.
+const MAX_PARAMETERS: usize = 1 << 30;
+
 /// The number format of the expert layers' matrix products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -170,6 +178,11 @@ impl RunConfig {
     pub fn check(&self, corpus: &Corpus) -> Result<(), Error> {
         self.model.check()?;
         self.training.check()?;
+        let context = self.model.context;
+        if self.training.batch.checked_mul(context).is_none_or(|bytes| bytes > MAX_BYTES_A_STEP) {
+            let expected = format!("at most {} with a context of {context}", MAX_BYTES_A_STEP / context);
+            return Err(Error::setting("batch", self.training.batch, expected));
+        }
         corpus.check(self.model.context)
     }
 
@@ -205,7 +218,26 @@ impl ModelConfig {
             let expected = format!("from 1 to the number of experts ({})", self.experts);
             return Err(Error::setting("top_k", self.top_k, expected));
         }
+        if self.parameters().is_none_or(|parameters| parameters > MAX_PARAMETERS) {
+            return Err(Error::setting(
+                "the number of parameters",
+                "larger",
+                format!("at most {MAX_PARAMETERS}"),
+            ));
+        }
         Ok(())
+    }
+
+    /// Number of trained values; None if it overflows.
+    pub fn parameters(&self) -> Option<usize> {
+        let product = |factors: &[usize]| factors.iter().try_fold(1_usize, |p, &f| p.checked_mul(f));
+        let fc1_rows = if self.activation.is_gated() { self.ffn.checked_mul(2)? } else { self.ffn };
+        let experts = product(&[self.experts, self.ffn.checked_add(fc1_rows)?, self.hidden])?;
+        let attention = product(&[4, self.hidden, self.hidden])?;
+        let router_and_norms = self.experts.checked_add(2)?.checked_mul(self.hidden)?;
+        let block = experts.checked_add(attention)?.checked_add(router_and_norms)?;
+        let ends = product(&[self.context.checked_add(2 * VOCABULARY + 1)?, self.hidden])?;
+        block.checked_mul(self.layers)?.checked_add(ends)
     }
 }
 
@@ -290,6 +322,7 @@ mod tests {
             top_k.expect_err("too many").to_string(),
             "top_k is 9, but must be from 1 to the number of experts (8)"
         );
+        assert!(ModelConfig { hidden: usize::MAX / 2, heads: 1, ..Default::default() }.check().is_err());
         assert!(ModelConfig { heads: 3, ..Default::default() }.check().is_err());
         assert!(TrainingConfig { learning_rate: f64::NAN, ..Default::default() }.check().is_err());
         assert!(TrainingConfig { steps: 0, ..Default::default() }.check().is_err());

@@ -119,6 +119,9 @@ impl Run {
     /// The folder holds no run, or its text has changed.
     pub fn resume(folder: &Path) -> Result<Self, Error> {
         let path = folder.join("config.toml");
+        if !path.exists() {
+            return Err(Error::foreign(folder, "it has no config.toml"));
+        }
         let text = std::fs::read_to_string(&path).map_err(Error::io("read", &path))?;
         let config: RunConfig =
             toml::from_str(&text).map_err(|error| Error::foreign(&path, error.message()))?;

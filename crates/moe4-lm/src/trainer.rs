@@ -8,6 +8,7 @@ use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
 use rand::Rng;
 
+use crate::checkpoint::Header;
 use crate::config::{Precision, RunConfig};
 use crate::data::Corpus;
 use crate::experts::Failure;
@@ -59,11 +60,6 @@ impl<'a> Trainer<'a> {
     /// Steps done.
     pub fn step_count(&self) -> usize {
         self.step
-    }
-
-    /// Number of trained values.
-    pub fn parameter_count(&self) -> usize {
-        self.model.num_params()
     }
 
     /// One optimizer step.
@@ -141,7 +137,7 @@ impl<'a> Trainer<'a> {
     /// # Errors
     /// The file cannot be written; a previous one is then still whole.
     pub fn save(&self, path: &Path) -> Result<(), Error> {
-        checkpoint::save(path, &self.header()?, &self.model, &self.optimizer)
+        checkpoint::save(path, &self.header(), &self.model, &self.optimizer)
     }
 
     /// Goes on from a file of [`Self::save`] of the same configuration.
@@ -149,19 +145,15 @@ impl<'a> Trainer<'a> {
     /// # Errors
     /// The file cannot be read or belongs to something else.
     pub fn load(&mut self, path: &Path) -> Result<(), Error> {
-        let header = self.header()?;
+        let header = self.header();
         let (step, model, optimizer) =
             checkpoint::load(path, &header, self.model.clone(), self.optimizer.clone())?;
-        if step > self.config.training.steps {
-            return Err(Error::foreign(path, format!("it is at step {step}, past the run's last")));
-        }
         (self.step, self.model, self.optimizer) = (step, model, optimizer);
         Ok(())
     }
 
-    fn header(&self) -> Result<checkpoint::Header, Error> {
-        let config = self.config.to_toml()?;
-        Ok(checkpoint::Header { precision: self.precision, step: self.step, config })
+    fn header(&self) -> Header {
+        Header::new(self.precision, self.step, self.config)
     }
 
     fn pass<'b>(&'b self, weights: &'b [Arc<Weights>]) -> Pass<'b> {
@@ -191,4 +183,28 @@ fn draw(logits: &[f32], u: f32) -> u8 {
         }
     }
     u8::MAX
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{DataConfig, ModelConfig, TrainingConfig};
+
+    #[test]
+    fn the_model_has_as_many_parameters_as_its_configuration_says() {
+        let corpus = Corpus::shipped();
+        let model = ModelConfig::default();
+        let config = RunConfig { model, training: TrainingConfig::default(), data: DataConfig::of(&corpus) };
+        let trainer = Trainer::new(&config, &corpus, Precision::Bf16).expect("valid configuration");
+        assert_eq!(Some(trainer.model.num_params()), config.model.parameters());
+        assert_eq!(config.model.parameters(), Some(3_495_040));
+    }
+
+    #[test]
+    fn a_byte_is_drawn_in_proportion_to_its_sharpened_probability() {
+        let mut logits = [f32::NEG_INFINITY; 256];
+        logits[7] = 0.0;
+        logits[9] = TEMPERATURE * 3.0_f32.ln();
+        assert_eq!([0.0, 0.24, 0.26, 0.99].map(|u| draw(&logits, u)), [7, 7, 9, 9]);
+    }
 }

@@ -23,7 +23,8 @@ impl Progress {
 
 impl Observer for Progress {
     fn started(&mut self, precision: Precision, step: usize, steps: usize) {
-        let bar = ProgressBar::new(steps as u64).with_position(step as u64).with_prefix(precision.to_string());
+        let bar =
+            ProgressBar::new(steps as u64).with_position(step as u64).with_prefix(precision.to_string());
         let style = ProgressStyle::with_template("{prefix:5} {wide_bar} {pos}/{len} {msg} left {eta}");
         self.bar = match style {
             Ok(style) => bar.with_style(style),
@@ -38,7 +39,8 @@ impl Observer for Progress {
 
     fn stepped(&mut self, row: &MetricsRow, bytes_per_second: f64) {
         self.validation_loss = row.validation_loss.or(self.validation_loss);
-        let validation = self.validation_loss.map_or_else(String::new, |loss| format!(" validation {loss:.3}"));
+        let validation =
+            self.validation_loss.map_or_else(String::new, |loss| format!(" validation {loss:.3}"));
         let message = format!("loss {:.3}{validation} {bytes_per_second:.0} tokens/s", row.train_loss);
         if self.bar.is_hidden() && row.validation_loss.is_some() {
             eprintln!("{} step {}/{} {message}", row.precision, row.step, self.steps);
