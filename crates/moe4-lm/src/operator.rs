@@ -14,7 +14,7 @@ use std::sync::Arc;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 use moe4::kernels::contract::{Permute, Unpermute};
-use moe4::kernels::reference::Reference as Cpu;
+use moe4::kernels::cpu::Cpu;
 use moe4::kernels::{Backend, Host, Memory};
 use moe4::mlp::{
     self, BackwardArgs, ForwardArgs, GradBuffers, GradMode, GroupedMlp, GroupedMlpConfig, Needs,
@@ -58,7 +58,7 @@ impl Operator {
             recompute_activation: recompute,
             ..GroupedMlpConfig::new(model.experts, model.hidden, model.ffn)
         })?;
-        Ok(Self { mlp, backend: Cpu })
+        Ok(Self { mlp, backend: Cpu::new() })
     }
 
     /// `N1`, the rows of each expert's W1.

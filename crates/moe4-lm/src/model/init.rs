@@ -38,7 +38,12 @@ impl<'a> Initializer<'a> {
 
     /// `[input, output]`, without bias, keeping the variance of a unit-variance input times `gain` squared.
     pub(super) fn linear(&mut self, input: usize, output: usize, gain: f64) -> Linear {
-        Linear { weight: self.normal([input, output], gain / (input as f64).sqrt()), bias: None }
+        self.projection(input, output, gain / (input as f64).sqrt())
+    }
+
+    /// `[input, output]`, without bias, with the given standard deviation.
+    pub(super) fn projection(&mut self, input: usize, output: usize, std: f64) -> Linear {
+        Linear { weight: self.normal([input, output], std), bias: None }
     }
 
     /// Scale one.
