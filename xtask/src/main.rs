@@ -1,1 +1,46 @@
-fn main() {}
+//! Tasks of the repository, run as `cargo xtask TASK`.
+//!
+//! - `check`: everything the continuous integration checks, in the same order.
+//! - `layers`: only the rules on which module and which crate may use which (fast).
+
+#![forbid(unsafe_code)]
+
+mod check;
+mod layers;
+mod paths;
+mod totals;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+const USAGE: &str = "usage: cargo xtask TASK
+
+tasks:
+  check    format, clippy, layers, tests, doc tests, docs, build without default features
+  layers   which module and which crate may use which";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["check"] => check::run(&repository_root()),
+        ["layers"] => layers::run(&repository_root()),
+        ["help" | "--help" | "-h"] => {
+            println!("{USAGE}");
+            Ok(())
+        }
+        _ => Err(anyhow::anyhow!("expected one task, got '{}'\n{USAGE}", arguments.join(" "))),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The folder above this package, known when it is compiled: tasks work from any folder.
+fn repository_root() -> PathBuf {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    package.parent().unwrap_or(package).to_path_buf()
+}

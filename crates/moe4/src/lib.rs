@@ -12,9 +12,17 @@
 //! | [`kernels`] | the contract between operator and hardware, and the CPU backends |
 //! | [`mlp`] | the operator: configuration, plan, forward, backward |
 //! | [`routing`] | top-k router, tokens to expert order and back |
+//!
+//! Beside them, [`checkpoint`] reads and writes tensors in safetensors files.
 
+pub mod checkpoint;
 pub mod kernels;
 pub mod mlp;
 pub mod numerics;
 pub mod routing;
 pub mod tensor;
+
+/// The README's code, compiled and run with the doc tests.
+#[cfg(all(doctest, feature = "cpu"))]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

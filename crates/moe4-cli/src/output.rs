@@ -1,0 +1,80 @@
+//! Text for people: tables on standard output, progress on standard error.
+
+use std::io::{self, ErrorKind, Write};
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use comfy_table::{Cell, CellAlignment, LineStyle, Table, TableStyle};
+use indicatif::{ProgressBar, ProgressStyle};
+
+/// Writes text to standard output. A reader that has gone away (`moe4 … | head`) is no failure.
+pub(crate) fn print(text: &str) -> Result<()> {
+    let mut stdout = io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        other => other.context("cannot write to standard output"),
+    }
+}
+
+/// A table with these column heads; the first `left` columns hold text, the others numbers.
+pub(crate) fn table(heads: &[&str], left: usize, rows: Vec<Vec<String>>) -> String {
+    let align = |column: usize| if column < left { CellAlignment::Left } else { CellAlignment::Right };
+    let cells = |texts: Vec<String>| {
+        let aligned = |(column, text)| Cell::new(text).set_alignment(align(column));
+        texts.into_iter().enumerate().map(aligned).collect::<Vec<_>>()
+    };
+    let mut table = Table::new();
+    table.load_style(TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─')));
+    table.set_header(cells(heads.iter().map(|head| (*head).to_owned()).collect()));
+    for row in rows {
+        table.add_row(cells(row));
+    }
+    format!("{}\n", table.trim_fmt())
+}
+
+/// A progress bar that shows only on a terminal, over `length` bytes.
+pub(crate) fn byte_progress(length: u64) -> ProgressBar {
+    let style = ProgressStyle::with_template("{wide_bar} {bytes}/{total_bytes} {eta} {msg}");
+    let bar = ProgressBar::new(length);
+    match style {
+        Ok(style) => bar.with_style(style),
+        Err(_) => bar,
+    }
+}
+
+/// `[128, 64]`.
+pub(crate) fn shape(dims: &[usize]) -> String {
+    format!("{dims:?}")
+}
+
+/// A command reads its input while it writes, and nobody wants to lose a capture to a mistyped name.
+pub(crate) fn refuse_same_file(input: &Path, output: &Path) -> Result<()> {
+    let same = match (std::fs::canonicalize(input), std::fs::canonicalize(output)) {
+        (Ok(input), Ok(output)) => input == output || same_inode(&input, &output),
+        _ => false,
+    };
+    if same {
+        bail!("input and output are the same file, {}; choose another output name", input.display());
+    }
+    Ok(())
+}
+
+/// Hard links are two names of one file.
+#[cfg(unix)]
+fn same_inode(a: &Path, b: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+
+    let identity = |path: &Path| std::fs::metadata(path).map(|status| (status.dev(), status.ino()));
+    matches!((identity(a), identity(b)), (Ok(a), Ok(b)) if a == b)
+}
+
+#[cfg(not(unix))]
+fn same_inode(_: &Path, _: &Path) -> bool {
+    false
+}
+
+/// A number as short as it can be told exactly.
+pub(crate) fn number(value: f32) -> String {
+    let plain = value == 0.0 || (1e-3..1e6).contains(&value.abs());
+    if plain { value.to_string() } else { format!("{value:e}") }
+}

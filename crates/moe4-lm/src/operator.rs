@@ -1,0 +1,158 @@
+//! The expert layer on plain FP32 slices: moe4's grouped MLP between the permutation to expert order and back.
+//!
+//! ```text
+//! xs[r] = bf16(x[token(r)])      ps[r] = gates[assignment(r)]
+//! ys    = grouped_mlp(xs, W1, W2, ps)            the gate scales the activation inside
+//! y[t]  = sum over choices j of ys[row(t, j)], in FP32, j ascending, rounded to BF16 once
+//! ```
+//!
+//! Backward, `dy` and `dxs` take the same two paths the other way. Weights are FP32 outside (AdamW's master copy)
+//! and BF16 inside, before any quantization.
+
+use std::sync::Arc;
+
+use half::bf16;
+use half::slice::HalfFloatSliceExt;
+use moe4::kernels::contract::{Permute, Unpermute};
+use moe4::kernels::cpu::Cpu;
+use moe4::kernels::{Backend, Host, Memory};
+use moe4::mlp::{
+    self, BackwardArgs, ForwardArgs, GradBuffers, GradMode, GroupedMlp, GroupedMlpConfig, Needs,
+    PreparedWeights, RandomSeed, WeightGrad, WeightGrads, WeightSource,
+};
+use moe4::tensor::Groups;
+
+use crate::Error;
+use crate::config::{ModelConfig, Precision};
+use crate::routing::Routing;
+
+/// The grouped MLP of one configuration on the CPU.
+#[derive(Debug)]
+pub(crate) struct Operator {
+    mlp: GroupedMlp,
+    backend: Cpu,
+}
+
+/// One layer's weights, quantized or rounded to BF16.
+pub(crate) type Weights = PreparedWeights<Host>;
+
+/// What the backward pass of one call needs.
+pub(crate) type Saved = mlp::Saved<Host>;
+
+/// Gradients of the four inputs, each of its input's shape.
+pub(crate) struct Gradients {
+    pub(crate) x: Vec<f32>,
+    pub(crate) w1: Vec<f32>,
+    pub(crate) w2: Vec<f32>,
+    pub(crate) gates: Vec<f32>,
+}
+
+impl Operator {
+    pub(crate) fn new(model: &ModelConfig, precision: Precision, recompute: bool) -> Result<Self, Error> {
+        let mlp = GroupedMlp::new(GroupedMlpConfig {
+            activation: model.activation,
+            precision: match precision {
+                Precision::Bf16 => mlp::Precision::Bf16,
+                Precision::Nvfp4 => mlp::Precision::Nvfp4,
+            },
+            recompute_activation: recompute,
+            ..GroupedMlpConfig::new(model.experts, model.hidden, model.ffn)
+        })?;
+        Ok(Self { mlp, backend: Cpu::new() })
+    }
+
+    /// `N1`, the rows of each expert's W1.
+    pub(crate) fn fc1_rows(&self) -> usize {
+        self.mlp.config().fc1_rows()
+    }
+
+    /// `w1 [E, N1, H]`, `w2 [E, H, F]`.
+    pub(crate) fn prepare(&self, w1: &[f32], w2: &[f32]) -> Result<Weights, Error> {
+        let (w1, w2) = (to_bf16(w1), to_bf16(w2));
+        let (w1, w2) = (WeightSource::Packed(w1.as_slice()), WeightSource::Packed(w2.as_slice()));
+        Ok(self.mlp.prepare_weights(&self.backend, w1, w2, None)?)
+    }
+
+    /// `x [T, H]` and `gates [T * top_k]` to `y [T, H]` and what the backward pass needs.
+    pub(crate) fn forward(
+        &self,
+        weights: &Arc<Weights>,
+        x: &[f32],
+        gates: &[f32],
+        routing: &Routing,
+        needs: Needs,
+    ) -> Result<(Vec<f32>, Saved), Error> {
+        let prob: Vec<f32> = routing.assignments().map(|assignment| gates[assignment]).collect();
+        let x = self.to_expert_order(x, routing)?;
+        let groups = Groups::new(&routing.splits, prob.len()).map_err(moe4::kernels::Error::from)?;
+        let args = ForwardArgs {
+            x: x.as_slice(),
+            prob: prob.as_slice(),
+            groups: &groups,
+            weights,
+            needs,
+            trace: None,
+        };
+        let forward = self.mlp.forward(&self.backend, args)?;
+        Ok((self.to_tokens(&forward.y, routing)?, forward.saved))
+    }
+
+    /// `dy [T, H]` to the gradients; `random` keys the stochastic rounding.
+    pub(crate) fn backward(
+        &self,
+        saved: &Saved,
+        dy: &[f32],
+        routing: &Routing,
+        random: RandomSeed,
+    ) -> Result<Gradients, Error> {
+        let experts = self.mlp.config().experts;
+        let [mut w1, mut w2] = self.mlp.weight_shapes().map(|shape| vec![0.0; experts * shape.n * shape.k]);
+        let dy = self.to_expert_order(dy, routing)?;
+        let gradient = |buffer| WeightGrad {
+            buffers: GradBuffers::F32(Host::split_mut(buffer, experts)),
+            mode: GradMode::Overwrite,
+        };
+        let dw = Some(WeightGrads { dw1: gradient(&mut w1), dw2: gradient(&mut w2) });
+        let gradients = self.mlp.backward(
+            &self.backend,
+            saved,
+            BackwardArgs { dy: dy.as_slice(), random, dw, trace: None },
+        )?;
+
+        let x = match gradients.dx {
+            Some(dx) => self.to_tokens(&dx, routing)?,
+            None => Vec::new(),
+        };
+        let mut gates = vec![0.0; gradients.dprob.len()];
+        for (assignment, gradient) in routing.assignments().zip(gradients.dprob) {
+            gates[assignment] = gradient;
+        }
+        Ok(Gradients { x, w1, w2, gates })
+    }
+
+    /// `[T, H]` to BF16 `[T * top_k, H]`.
+    fn to_expert_order(&self, x: &[f32], routing: &Routing) -> Result<Vec<bf16>, Error> {
+        let cols = self.mlp.config().hidden;
+        let x = to_bf16(x);
+        let mut out = vec![bf16::ZERO; routing.source.len() * cols];
+        self.backend.permute(Permute { x: &x, cols, source: &routing.source, out: &mut out })?;
+        Ok(out)
+    }
+
+    /// `[T * top_k, H]` to the sums `[T, H]`.
+    fn to_tokens(&self, y: &[bf16], routing: &Routing) -> Result<Vec<f32>, Error> {
+        let cols = self.mlp.config().hidden;
+        let Routing { slot, top_k, .. } = routing;
+        let mut out = vec![bf16::ZERO; slot.len() / top_k * cols];
+        self.backend.unpermute(Unpermute { y, cols, slot, top_k: *top_k, weights: None, out: &mut out })?;
+        let mut values = vec![0.0; out.len()];
+        out.convert_to_f32_slice(&mut values);
+        Ok(values)
+    }
+}
+
+fn to_bf16(values: &[f32]) -> Vec<bf16> {
+    let mut rounded = vec![bf16::ZERO; values.len()];
+    rounded.convert_from_f32_slice(values);
+    rounded
+}

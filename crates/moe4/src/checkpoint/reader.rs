@@ -1,0 +1,202 @@
+//! Reading one tensor at a time.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use safetensors::Dtype;
+use safetensors::tensor::Metadata;
+
+use super::{CheckpointError, Element};
+
+/// The format's own limit on the header.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// Dtype and shape of a tensor in a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// The type of its elements.
+    pub dtype: Dtype,
+    /// Its dimensions, slowest first; empty for a scalar.
+    pub shape: Vec<usize>,
+    /// Position of its first byte in the file.
+    start: u64,
+}
+
+/// An open safetensors file whose header has been read and checked.
+///
+/// ```
+/// use moe4::checkpoint::{Dtype, TensorFile, TensorSpec, TensorWriter};
+///
+/// let folder = tempfile::tempdir()?;
+/// let path = folder.path().join("tensors.safetensors");
+/// let mut writer = TensorWriter::create(&path, &[TensorSpec::new("prob", Dtype::F32, &[3])], &[])?;
+/// writer.write("prob", &[0.5_f32, 0.25, 0.25])?;
+/// writer.finish()?;
+///
+/// let mut file = TensorFile::open(&path)?;
+/// assert_eq!(file.names(), ["prob"]);
+/// assert_eq!(file.read::<f32>("prob")?, [0.5, 0.25, 0.25]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct TensorFile {
+    path: PathBuf,
+    file: File,
+    names: Vec<String>,
+    tensors: HashMap<String, TensorInfo>,
+    metadata: HashMap<String, String>,
+}
+
+impl TensorFile {
+    /// Opens a file and reads its header.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Open`] or [`CheckpointError::Read`] if the system refuses;
+    /// [`CheckpointError::NotSafetensors`] if the header is malformed or contradicts itself;
+    /// [`CheckpointError::Length`] if the file is shorter or longer than its header says.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, CheckpointError> {
+        let path = path.as_ref().to_path_buf();
+        let not_safetensors = |reason: String| CheckpointError::NotSafetensors { path: path.clone(), reason };
+        let mut file =
+            File::open(&path).map_err(|source| CheckpointError::Open { path: path.clone(), source })?;
+        let read_error = |source| CheckpointError::Read { path: path.clone(), source };
+        let status = file.metadata().map_err(read_error)?;
+        if !status.is_file() {
+            return Err(not_safetensors("it is not a regular file".into()));
+        }
+        let length = status.len();
+        let header = read_header(&mut file, length).map_err(read_error)?.map_err(not_safetensors)?;
+        let metadata: Metadata =
+            serde_json::from_slice(&header).map_err(|error| not_safetensors(one_line(&error.to_string())))?;
+
+        let data_start = 8 + header.len() as u64;
+        let expected = data_start + metadata.data_len() as u64;
+        if length != expected {
+            return Err(CheckpointError::Length { path, expected, actual: length });
+        }
+        let names = metadata.offset_keys();
+        let tensors = metadata
+            .tensors()
+            .into_iter()
+            .map(|(name, info)| {
+                let start = data_start + info.data_offsets.0 as u64;
+                (name, TensorInfo { dtype: info.dtype, shape: info.shape.clone(), start })
+            })
+            .collect();
+        let metadata = metadata.metadata().clone().unwrap_or_default();
+        Ok(Self { path, file, names, tensors, metadata })
+    }
+
+    /// The file's path, as it was given.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Names of the tensors, in the order of their data.
+    pub fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// Whether the file has a tensor of this name.
+    pub fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// The free-form text entries of the header.
+    pub fn metadata(&self) -> &HashMap<String, String> {
+        &self.metadata
+    }
+
+    /// Dtype and shape of a tensor.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::MissingTensor`], which lists the names that exist.
+    pub fn info(&self, name: &str) -> Result<&TensorInfo, CheckpointError> {
+        self.tensors.get(name).ok_or_else(|| CheckpointError::MissingTensor {
+            path: self.path.clone(),
+            name: name.into(),
+            available: self.names.clone(),
+        })
+    }
+
+    /// Reads a tensor, row-major.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::MissingTensor`]; [`CheckpointError::WrongDtype`] if the tensor's dtype is none of
+    /// `T::DTYPES`; [`CheckpointError::Read`] if the system refuses.
+    pub fn read<T: Element>(&mut self, name: &str) -> Result<Vec<T>, CheckpointError> {
+        let info = self.info(name)?;
+        if !T::DTYPES.contains(&info.dtype) {
+            return Err(CheckpointError::WrongDtype {
+                path: self.path.clone(),
+                name: name.into(),
+                expected: T::DTYPES.to_vec(),
+                actual: info.dtype,
+            });
+        }
+        // The header was checked against the file's length, so this product is bounded by it.
+        let mut values = vec![T::zeroed(); info.shape.iter().product()];
+        let start = info.start;
+        self.file
+            .seek(SeekFrom::Start(start))
+            .and_then(|_| self.file.read_exact(bytemuck::cast_slice_mut(&mut values)))
+            .map_err(|source| CheckpointError::Read { path: self.path.clone(), source })?;
+        Ok(values)
+    }
+
+    /// Reads a tensor that must have a given shape.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`TensorFile::read`], and [`CheckpointError::WrongShape`].
+    pub fn read_shaped<T: Element>(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+    ) -> Result<Vec<T>, CheckpointError> {
+        let actual = &self.info(name)?.shape;
+        if actual != shape {
+            return Err(CheckpointError::WrongShape {
+                path: self.path.clone(),
+                name: name.into(),
+                expected: shape.to_vec(),
+                actual: actual.clone(),
+            });
+        }
+        self.read(name)
+    }
+}
+
+/// The header's bytes; the outer error is the system's, the inner one says why this is no header.
+fn read_header(file: &mut File, length: u64) -> io::Result<Result<Vec<u8>, String>> {
+    if length < 8 {
+        return Ok(Err(format!("it has {length} bytes, and the header's length alone takes 8")));
+    }
+    let mut prefix = [0; 8];
+    file.read_exact(&mut prefix)?;
+    let header_length = u64::from_le_bytes(prefix);
+    if header_length > MAX_HEADER_BYTES {
+        return Ok(Err(format!(
+            "its first 8 bytes announce a header of {header_length} bytes; the limit is {MAX_HEADER_BYTES}"
+        )));
+    }
+    if header_length > length - 8 {
+        return Ok(Err(format!(
+            "its first 8 bytes announce a header of {header_length} bytes, but only {} follow",
+            length - 8
+        )));
+    }
+    let mut header = vec![0; header_length as usize];
+    file.read_exact(&mut header)?;
+    Ok(Ok(header))
+}
+
+/// Header text can hold anything, so its errors can, too: messages stay on one line.
+fn one_line(text: &str) -> String {
+    text.replace(char::is_control, " ")
+}
