@@ -6,6 +6,7 @@
 
 mod options;
 mod output;
+mod plan;
 mod quantize;
 mod replay;
 mod train;
@@ -32,6 +33,8 @@ struct Cli {
 enum Command {
     /// Train a small mixture-of-experts language model in BF16 and in NVFP4, and compare the losses.
     Train(train::TrainArgs),
+    /// Show what the operator will do for a shape: copies, passes, bytes, savings.
+    Plan(plan::PlanArgs),
     /// Quantize the 2-D tensors of a safetensors file to NVFP4.
     Quantize(quantize::QuantizeArgs),
     /// Run the grouped MLP, forward and backward, on captured tensors.
@@ -45,6 +48,7 @@ fn main() -> ExitCode {
     };
     let result = match cli.command {
         Command::Train(args) => train::run(args),
+        Command::Plan(args) => plan::run(args),
         Command::Quantize(args) => quantize::run(args),
         Command::Replay(args) => replay::run(args),
     };

@@ -20,7 +20,7 @@ use moe4::kernels::cpu::Cpu;
 use moe4::kernels::reference::Reference;
 use moe4::mlp::{Activation, GluLayout, GradientRounding, GroupedMlpConfig, Precision};
 
-use crate::options::{RhtArg, RoundingArg};
+use crate::options::{PrecisionArg, RhtArg, RoundingArg, Switch};
 use crate::output;
 use inputs::Inputs;
 use operator::Replayed;
@@ -68,18 +68,6 @@ pub(crate) struct ReplayArgs {
     /// Compare with the tensors of this file and name the first that is off by more than rounding.
     #[arg(long, value_name = "EXPECTED.safetensors")]
     compare: Option<PathBuf>,
-}
-
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum Switch {
-    On,
-    Off,
-}
-
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum PrecisionArg {
-    Nvfp4,
-    Bf16,
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
