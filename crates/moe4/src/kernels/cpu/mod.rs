@@ -1,1 +1,142 @@
-//! cpu
+//! All cores, vector instructions, the same bytes as the reference for every amax and quantized copy.
+//!
+//! | file | what |
+//! |---|---|
+//! | `isa` | which instructions run; compiling one function for each of them |
+//! | `tile` | 16 x 16 elements in registers: load, RHT, amax, codes |
+//! | `amax`, `quantize` | passes over tensors, tile by tile |
+//! | `simd`, `micro` | a small vector trait; the register tile of a product |
+//! | `matrix`, `gemm` | operands to panels; grouped products over row blocks |
+//! | `epilogue`, `products` | what happens to a block of accumulators; the four products |
+//! | `rows`, `parallel` | permutation; cutting outputs into pieces for threads |
+//!
+//! Threads are those of the current rayon pool. Every output element is computed by one task in a fixed order, so
+//! the number of threads never changes a result. Products accumulate along `k` one term after the other in every
+//! lane, so neither does the width of the vectors: a term is exact in `f32`, and a fused multiply-add rounds as a
+//! multiply and an add would.
+
+mod amax;
+mod epilogue;
+mod gemm;
+mod isa;
+mod matrix;
+mod micro;
+mod parallel;
+mod products;
+mod quantize;
+mod rows;
+mod simd;
+mod tile;
+
+pub use isa::Isa;
+
+use super::contract::*;
+use super::memory::Host;
+use super::{Backend, Capabilities, Element, Error};
+
+/// The CPU backend, in host memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Cpu {
+    isa: Isa,
+}
+
+impl Default for Cpu {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Cpu {
+    /// With the best instructions of this machine.
+    pub fn new() -> Self {
+        let isa = Isa::best();
+        log::debug!("cpu backend: {isa}, {} threads", rayon::current_num_threads());
+        Self { isa }
+    }
+
+    /// With given instructions, which [`Isa::available`] lists; the results are the same.
+    pub fn with_isa(isa: Isa) -> Self {
+        Self { isa }
+    }
+}
+
+impl Backend for Cpu {
+    type Memory = Host;
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            backend: "cpu",
+            path: format!("{}, {} threads", self.isa, rayon::current_num_threads()),
+            nvfp4: true,
+            bf16: true,
+            stochastic_rounding: true,
+        }
+    }
+
+    fn empty<T: Element>(&self, len: usize) -> Result<Vec<T>, Error> {
+        Ok(bytemuck::allocation::zeroed_vec(len))
+    }
+    fn duplicate<T: Element>(&self, x: &[T]) -> Result<Vec<T>, Error> {
+        Ok(x.to_vec())
+    }
+    fn upload<T: Element>(&self, host: &[T]) -> Result<Vec<T>, Error> {
+        Ok(host.to_vec())
+    }
+    fn download<T: Element>(&self, x: &[T]) -> Result<Vec<T>, Error> {
+        Ok(x.to_vec())
+    }
+
+    fn group_amax(&self, pass: GroupAmax<'_, Host>) -> Result<(), Error> {
+        pass.check()?;
+        amax::group_amax(self.isa, pass);
+        Ok(())
+    }
+    fn group_hadamard_amax(&self, pass: GroupHadamardAmax<'_, Host>) -> Result<(), Error> {
+        pass.check()?;
+        amax::group_hadamard_amax(self.isa, pass);
+        Ok(())
+    }
+    fn group_quantize(&self, pass: GroupQuantize<'_, Host>) -> Result<(), Error> {
+        pass.check()?;
+        quantize::group_quantize(self.isa, pass);
+        Ok(())
+    }
+    fn quantize_weights(&self, pass: QuantizeWeights<'_, Host>) -> Result<(), Error> {
+        pass.check()?;
+        quantize::quantize_weights(self.isa, pass);
+        Ok(())
+    }
+    fn grouped_gemm(&self, pass: GroupedGemm<'_, Host>) -> Result<(), Error> {
+        pass.check()?;
+        products::grouped_gemm(self.isa, pass);
+        Ok(())
+    }
+    fn grouped_gemm_act(&self, pass: GroupedGemmAct<'_, Host>) -> Result<(), Error> {
+        pass.check()?;
+        products::grouped_gemm_act(self.isa, pass);
+        Ok(())
+    }
+    fn grouped_gemm_dact(&self, pass: GroupedGemmDact<'_, Host>) -> Result<(), Error> {
+        pass.check()?;
+        products::grouped_gemm_dact(self.isa, pass);
+        Ok(())
+    }
+    fn grouped_wgrad(&self, pass: GroupedWgrad<'_, Host>) -> Result<(), Error> {
+        pass.check()?;
+        products::grouped_wgrad(self.isa, pass);
+        Ok(())
+    }
+    fn grouped_bias_grad(&self, pass: GroupedBiasGrad<'_, Host>) -> Result<(), Error> {
+        pass.check()?;
+        rows::grouped_bias_grad(pass);
+        Ok(())
+    }
+    fn permute(&self, pass: Permute<'_, Host>) -> Result<(), Error> {
+        pass.check()?;
+        rows::permute(pass)
+    }
+    fn unpermute(&self, pass: Unpermute<'_, Host>) -> Result<(), Error> {
+        pass.check()?;
+        rows::unpermute(pass)
+    }
+}

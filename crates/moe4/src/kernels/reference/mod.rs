@@ -7,6 +7,9 @@ mod products;
 mod quantize;
 mod rows;
 
+#[cfg(feature = "cpu")]
+pub(super) use rows::check_indices;
+
 use super::contract::*;
 use super::memory::Host;
 use super::{Backend, Capabilities, Element, Error};

@@ -7,7 +7,11 @@ use crate::numerics::bf16 as bf;
 use half::bf16;
 
 /// Every index names one of `rows` rows, or none.
-pub(crate) fn check_indices(what: &'static str, indices: &[u32], rows: usize) -> Result<(), Misuse> {
+pub(in crate::kernels) fn check_indices(
+    what: &'static str,
+    indices: &[u32],
+    rows: usize,
+) -> Result<(), Misuse> {
     match indices.iter().position(|&i| i != NO_ROW && i as usize >= rows) {
         None => Ok(()),
         Some(at) => Err(Misuse::Value {

@@ -1,0 +1,200 @@
+//! What becomes of a block of accumulators: scaling, bias, activation, its backward, rounding.
+
+use super::gemm::Block;
+use super::isa::multiversion;
+use super::tile::{self, Lanes};
+use crate::kernels::activation::{ActivationFn, GluLayout};
+use crate::numerics::{BLOCK, bf16 as bf};
+use half::bf16;
+
+/// `row · alpha (+ bias · weight)` rounded to BF16.
+#[inline(always)]
+fn round_row(acc: &[f32], alpha: f32, bias: Option<(&[f32], f32)>, out: &mut [bf16]) {
+    match bias {
+        None => {
+            for (out, &v) in out.iter_mut().zip(acc) {
+                *out = bf::from_f32(alpha * v);
+            }
+        }
+        Some((bias, weight)) => {
+            for ((out, &v), &b) in out.iter_mut().zip(acc).zip(bias) {
+                *out = bf::from_f32(alpha * v + b * weight);
+            }
+        }
+    }
+}
+
+multiversion! {
+    /// A plain product's block to `out [rows, n]`. `prob` scales the bias.
+    pub(super) fn plain(
+        block: Block<'_>, n: usize, alpha: f32, bias: Option<&[f32]>, prob: Option<&[f32]>, out: &mut [bf16],
+    ) {
+        for (i, out) in out.chunks_exact_mut(n).enumerate() {
+            let bias = bias.map(|b| (b, prob.map_or(1.0, |p| p[i])));
+            round_row(block.row(i), alpha, bias, out);
+        }
+    }
+}
+
+/// What FC1's and FC2 dgrad's epilogues know of the activation.
+#[derive(Clone, Copy)]
+pub(super) struct Shape {
+    pub(super) layout: GluLayout,
+    pub(super) ffn: usize,
+    pub(super) n1: usize,
+}
+
+/// Sixteen values `stride` apart.
+#[inline(always)]
+fn gather(row: &[bf16], start: usize, stride: usize) -> Lanes {
+    if stride == 1 {
+        return tile::widen(&row[start..start + BLOCK]);
+    }
+    let mut lanes = [0.0; BLOCK];
+    for (lane, v) in lanes.iter_mut().zip(row[start..].iter().step_by(stride)) {
+        *lane = bf::to_f32(*v);
+    }
+    lanes
+}
+
+#[inline(always)]
+fn scatter(lanes: &Lanes, row: &mut [bf16], start: usize, stride: usize) {
+    if stride == 1 {
+        for (v, lane) in row[start..start + BLOCK].iter_mut().zip(lanes) {
+            *v = bf::from_f32(*lane);
+        }
+    } else {
+        for (v, lane) in row[start..].iter_mut().step_by(stride).zip(lanes) {
+            *v = bf::from_f32(*lane);
+        }
+    }
+}
+
+/// `bf16(act(c) · prob)` of sixteen features. Forward and recompute share it, so their bits agree.
+#[inline(always)]
+fn h_lanes(value: &Lanes, prob: f32) -> Lanes {
+    value.map(|v| v * prob)
+}
+
+multiversion! {
+    /// FC1's block: `c [rows, N1]` and `h [rows, F]`.
+    pub(super) fn act<A: ActivationFn>(
+        f: A, shape: Shape, block: Block<'_>, alpha: f32, bias: Option<&[f32]>, prob: &[f32], c: &mut [bf16], h: &mut [bf16],
+    ) {
+        let Shape { layout, ffn, n1 } = shape;
+        let rows = c.chunks_exact_mut(n1).zip(h.chunks_exact_mut(ffn)).zip(prob);
+        for (i, ((c, h), &prob)) in rows.enumerate() {
+            round_row(block.row(i), alpha, bias.map(|b| (b, 1.0)), c);
+            for first in (0..ffn).step_by(BLOCK) {
+                let run = layout.run(A::GATED, first, ffn);
+                let g = gather(c, run.gate, run.stride);
+                let u = gather(c, run.up, run.stride);
+                let mut value = [0.0; BLOCK];
+                for lane in 0..BLOCK {
+                    value[lane] = f.evaluate(g[lane], u[lane]).value;
+                }
+                scatter(&h_lanes(&value, prob), h, first, 1);
+            }
+        }
+    }
+}
+
+/// Outputs of one block of FC2 dgrad.
+pub(super) struct DactOut<'a> {
+    /// `[rows, N1]`.
+    pub(super) dc: &'a mut [bf16],
+    /// `[rows]`.
+    pub(super) dprob: &'a mut [f32],
+    /// `[rows, F]`.
+    pub(super) h: Option<&'a mut [bf16]>,
+    /// `[rows, F]`.
+    pub(super) dh: Option<&'a mut [f32]>,
+}
+
+multiversion! {
+    /// FC2 dgrad's block. `dprob` sums sixteen partial sums, one a lane, pairwise.
+    pub(super) fn dact<A: ActivationFn>(
+        f: A, shape: Shape, block: Block<'_>, alpha: f32, c: &[bf16], prob: &[f32], out: DactOut<'_>,
+    ) {
+        let Shape { layout, ffn, n1 } = shape;
+        let DactOut { dc, dprob, mut h, mut dh } = out;
+        let rows = c.chunks_exact(n1).zip(dc.chunks_exact_mut(n1)).zip(dprob).zip(prob);
+        for (i, (((c, dc), dprob), &prob)) in rows.enumerate() {
+            let acc = block.row(i);
+            let mut sums = [0.0; BLOCK];
+            for first in (0..ffn).step_by(BLOCK) {
+                let run = layout.run(A::GATED, first, ffn);
+                let g = gather(c, run.gate, run.stride);
+                let u = gather(c, run.up, run.stride);
+                let acc = &acc[first..first + BLOCK];
+                let (mut value, mut dg, mut du, mut d) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
+                for lane in 0..BLOCK {
+                    d[lane] = alpha * acc[lane];
+                    let at = f.evaluate(g[lane], u[lane]);
+                    value[lane] = at.value;
+                    sums[lane] += at.value * d[lane];
+                    let scaled = d[lane] * prob;
+                    dg[lane] = scaled * at.dg;
+                    du[lane] = scaled * at.du;
+                }
+                scatter(&dg, dc, run.gate, run.stride);
+                if A::GATED {
+                    scatter(&du, dc, run.up, run.stride);
+                }
+                if let Some(h) = &mut h {
+                    scatter(&h_lanes(&value, prob), h, i * ffn + first, 1);
+                }
+                if let Some(dh) = &mut dh {
+                    dh[i * ffn + first..][..BLOCK].copy_from_slice(&d);
+                }
+            }
+            *dprob = pairwise_sum(sums);
+        }
+    }
+}
+
+#[inline(always)]
+fn pairwise_sum(mut lanes: Lanes) -> f32 {
+    let mut width = BLOCK / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] += lanes[i + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+multiversion! {
+    /// Column sums of `rows [·, n]` in `f32`, rows in order.
+    pub(super) fn column_sums(rows: &[bf16], out: &mut [f32]) {
+        for row in rows.chunks_exact(out.len()) {
+            for (sum, &v) in out.iter_mut().zip(row) {
+                *sum += bf::to_f32(v);
+            }
+        }
+    }
+}
+multiversion! {
+    /// A weight gradient's block to `out [rows, n]`, FP32.
+    pub(super) fn wgrad_f32(block: Block<'_>, n: usize, alpha: f32, accumulate: bool, out: &mut [f32]) {
+        for (i, out) in out.chunks_exact_mut(n).enumerate() {
+            for (out, &v) in out.iter_mut().zip(block.row(i)) {
+                let before = if accumulate { *out } else { 0.0 };
+                *out = before + alpha * v;
+            }
+        }
+    }
+}
+
+multiversion! {
+    /// A weight gradient's block to `out [rows, n]`, BF16.
+    pub(super) fn wgrad_bf16(block: Block<'_>, n: usize, alpha: f32, accumulate: bool, out: &mut [bf16]) {
+        for (i, out) in out.chunks_exact_mut(n).enumerate() {
+            for (out, &v) in out.iter_mut().zip(block.row(i)) {
+                let before = if accumulate { bf::to_f32(*out) } else { 0.0 };
+                *out = bf::from_f32(before + alpha * v);
+            }
+        }
+    }
+}
