@@ -35,7 +35,12 @@ fn live(
     expected
 }
 
-fn past_the_end<T: bytemuck::Pod + std::fmt::Debug>(name: &str, x: &[T], cols: usize, groups: &Groups) -> Outcome {
+fn past_the_end<T: bytemuck::Pod + std::fmt::Debug>(
+    name: &str,
+    x: &[T],
+    cols: usize,
+    groups: &Groups,
+) -> Outcome {
     let first = groups.live_rows() * cols;
     all_zero(&format!("{name} past sum(splits)"), first, &x[first..])
 }

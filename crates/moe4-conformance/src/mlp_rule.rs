@@ -161,7 +161,10 @@ impl Tensor {
             let off = norm(&mut range.clone().map(|i| expected[i] - got[i]));
             ensure(off <= bound * size, || {
                 let relative = off / size;
-                format!("{}, expert {e}: relative norm {relative:.2e} of the difference, {bound:.1e} allowed", self.name)
+                format!(
+                    "{}, expert {e}: relative norm {relative:.2e} of the difference, {bound:.1e} allowed",
+                    self.name
+                )
             })?;
         }
         Ok(())
@@ -220,10 +223,8 @@ pub fn few_flips(name: &str, k: usize, expected: &Packed, got: &Packed) -> Resul
     same_amaxes(name, k, expected, got)?;
     let codes = |q: &Packed| comparable(&q.codes, k, &expected.scales);
     let differ = |a: &[u8], b: &[u8]| a.iter().zip(b).filter(|(a, b)| a != b).count();
-    let found = Flips {
-        codes: differ(&codes(expected), &codes(got)),
-        scales: differ(&expected.scales, &got.scales),
-    };
+    let found =
+        Flips { codes: differ(&codes(expected), &codes(got)), scales: differ(&expected.scales, &got.scales) };
     let allowed = |base: f64, n: usize| base + 5e-4 * n as f64;
     let (codes, scales) = (allowed(2.0, expected.codes.len()), allowed(1.0, expected.scales.len()));
     ensure(found.codes as f64 <= codes && found.scales as f64 <= scales, || {

@@ -68,9 +68,10 @@ pub(super) fn clamp_gradient<B: Subject>(b: &B) -> Outcome {
             format!("gate {gate}, up {up}, limit {limit}: gradients pass {:?}, got {got:?}", (dg, du))
         })?;
     }
-    for (i, activation) in [clamped(7.0, 1.3), clamped(7.0, 0.6), Activation::SituGlu(SituGlu { beta1: 2.0, beta2: 3.0 })]
-        .into_iter()
-        .enumerate()
+    for (i, activation) in
+        [clamped(7.0, 1.3), clamped(7.0, 0.6), Activation::SituGlu(SituGlu { beta1: 2.0, beta2: 3.0 })]
+            .into_iter()
+            .enumerate()
     {
         finite_differences(b, activation, 230 + i as u64).in_case(activation)?;
     }
@@ -135,7 +136,8 @@ pub(super) fn parameters<B: Subject>(b: &B) -> Outcome {
 /// 24: beyond a limit the input no longer matters, and up to it the limit does not.
 pub(super) fn clamp_acts<B: Subject>(b: &B) -> Outcome {
     let run = |limit: f32, scale: f32| -> Result<Vec<bf16>, Failure> {
-        let x: Vec<bf16> = data::normal(ROWS * 16, 1.0, 250).iter().map(|v| bf::from_f32(bf::to_f32(*v) * scale)).collect();
+        let x: Vec<bf16> =
+            data::normal(ROWS * 16, 1.0, 250).iter().map(|v| bf::from_f32(bf::to_f32(*v) * scale)).collect();
         let case = GemmAct {
             x: &Side::Bf16(x),
             w1: &Side::Bf16(data::normal(2 * FFN * 16, 1.0, 251)),

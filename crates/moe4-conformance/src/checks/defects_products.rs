@@ -69,7 +69,9 @@ pub(super) fn accumulation<B: Subject>(b: &B) -> Outcome {
                 run(GradMode::Accumulate, Grads::Bf16(rounded.clone()))?,
             ),
         ] {
-            ensure(matches!((wide, narrow), (Grads::F32(_), Grads::Bf16(_))), || "buffer types changed".into())?;
+            ensure(matches!((wide, narrow), (Grads::F32(_), Grads::Bf16(_))), || {
+                "buffer types changed".into()
+            })?;
         }
         // Twice the same batch is twice the gradient, to the two roundings of the sum.
         let once = run(GradMode::Overwrite, Grads::poison(3, shape))?.into_f32();
@@ -104,8 +106,7 @@ pub(super) fn all_empty<B: Subject>(b: &B) -> Outcome {
                 equal("elements of y", &[1], &[rows * 32], &[out.y.len()])?;
                 let live = inputs.groups.live_rows();
                 all_zero("y", live * 32, &out.y[live * 32..])?;
-                for (name, dw) in
-                    [("dw1", &out.dw1), ("dw2", &out.dw2), ("db1", &out.db1), ("db2", &out.db2)]
+                for (name, dw) in [("dw1", &out.dw1), ("dw2", &out.dw2), ("db1", &out.db1), ("db2", &out.db2)]
                 {
                     let dw = dw.as_ref().ok_or_else(|| Failure::new(format!("{name} was asked for")))?;
                     for e in (0..3).filter(|&e| splits[e] == 0) {

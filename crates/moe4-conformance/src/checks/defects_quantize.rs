@@ -39,14 +39,15 @@ pub(super) fn zero_blocks<B: Subject>(b: &B) -> Outcome {
         let row = rowwise(b, &x, cols)?;
         equal("scale of a zero block", &[1], &[0], &row.scales[5..6])?;
         equal("codes of a zero block", &[BLOCK / 2], &[0; BLOCK / 2], &row.codes[5 * BLOCK / 2..3 * BLOCK])?;
-        ensure(values(&row)[5 * BLOCK..6 * BLOCK].iter().all(|v| *v == 0.0), || "a zero block has a value".into())?;
+        ensure(values(&row)[5 * BLOCK..6 * BLOCK].iter().all(|v| *v == 0.0), || {
+            "a zero block has a value".into()
+        })?;
         let groups = Groups::single(rows);
         let (_, after) = hadamard_amax(b, &x, cols, &groups, SignMask::DEFAULT)?;
         let columnwise = Some((Some(SignMask::DEFAULT), Cast::nearest(&after)));
         let (_, col) = Quantize { x: &x, cols, groups: &groups, rowwise: None, columnwise }.run(b)?;
         let weights = quantize_weights(b, &x, 1, WeightShape { n: rows, k: cols })?;
-        for (name, q) in
-            [("rowwise", &row), ("columnwise", &col.expect("asked for")), ("weights", &weights)]
+        for (name, q) in [("rowwise", &row), ("columnwise", &col.expect("asked for")), ("weights", &weights)]
         {
             let nan = q.scales.iter().position(|s| s & 0x7F == e4m3::NAN);
             ensure(nan.is_none(), || format!("{kind:?}, {name} scale {nan:?}: NaN from finite data"))?;
@@ -241,13 +242,17 @@ pub(super) fn padding<B: Subject>(b: &B) -> Outcome {
     let (row, col) = (row.expect("asked for"), col.expect("asked for"));
     let live = groups.live_rows();
     ensure(row.codes[live * cols / 2..].iter().all(|&byte| byte == 0), || "codes of nobody's rows".into())?;
-    ensure(row.scales[live * cols / 16..].iter().all(|&byte| byte == 0), || "scales of nobody's rows".into())?;
+    ensure(row.scales[live * cols / 16..].iter().all(|&byte| byte == 0), || {
+        "scales of nobody's rows".into()
+    })?;
     let flat = unpack(&col.codes);
     for e in 0..groups.experts() {
         let padded = groups.padded_range(e);
         for position in padded.start + groups.range(e).len()..padded.end {
             let dirty = (0..cols).find(|c| flat[c * groups.padded_rows() + position] != 0);
-            ensure(dirty.is_none(), || format!("expert {e}, padding at {position}: column {dirty:?} is not 0"))?;
+            ensure(dirty.is_none(), || {
+                format!("expert {e}, padding at {position}: column {dirty:?} is not 0")
+            })?;
         }
     }
     Ok(())
@@ -290,7 +295,8 @@ pub(super) fn odd_shapes<B: Subject>(b: &B) -> Outcome {
             col.codes.chunks(width).flat_map(|row| &row[at.start / 2..at.end / 2]).copied().collect();
         codes(&label, (cols, at.len()), &c.expect("asked for").codes, &part)?;
     }
-    let refused = Quantize { cols: 24, x: &x[..24 * 144], rowwise: None, columnwise: None, groups: &groups }.run(b);
+    let refused =
+        Quantize { cols: 24, x: &x[..24 * 144], rowwise: None, columnwise: None, groups: &groups }.run(b);
     let message = refused.err().map(|e| e.to_string()).unwrap_or_default();
     ensure(message.contains("16") && message.contains("24"), || format!("24 columns: got '{message}'"))
 }
@@ -308,7 +314,8 @@ pub(super) fn large_offsets<B: Subject>(_: &B) -> Outcome {
 /// 10: E2M1 has no infinity and no NaN; ties, signs and values beyond 6.
 pub(super) fn e2m1_edges<B: Subject>(b: &B) -> Outcome {
     // Under an amax of 2688 a block with maximum 6 has scale 1: codes are those of the values themselves.
-    let values = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.0, -0.25, -0.75, -2.5, -5.0, -6.0, 5.96875, 0.0];
+    let values =
+        [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.0, -0.25, -0.75, -2.5, -5.0, -6.0, 5.96875, 0.0];
     let nearest = [0, 2, 2, 4, 4, 6, 6, 7, 8, 8, 10, 12, 14, 15, 7, 0];
     let mut x = vec![2688.0; BLOCK];
     x.extend(values);
@@ -319,7 +326,12 @@ pub(super) fn e2m1_edges<B: Subject>(b: &B) -> Outcome {
     let flat = unpack(&got.codes);
     equal("codes of ties, signs and zeros", &[BLOCK], &nearest, &flat[BLOCK..2 * BLOCK])?;
     equal("codes beyond 6", &[4], &[7, 15, 7, 7], &flat[2 * BLOCK..2 * BLOCK + 4])?;
-    equal("inf, -inf, NaN", &[3], &[7, 15, 7], &[f32::INFINITY, f32::NEG_INFINITY, f32::NAN].map(e2m1::encode))?;
+    equal(
+        "inf, -inf, NaN",
+        &[3],
+        &[7, 15, 7],
+        &[f32::INFINITY, f32::NEG_INFINITY, f32::NAN].map(e2m1::encode),
+    )?;
     for damage in [bf16::INFINITY, bf16::NEG_INFINITY, bf16::NAN] {
         non_finite_blocks(b, damage).in_case(format!("{damage} in the input"))?;
     }
@@ -369,7 +381,8 @@ fn non_finite_blocks<B: Subject>(b: &B, damage: bf16) -> Outcome {
     // The damage shows in the output: that row is NaN, the others are what they were.
     let (shape, side) = (WeightShape { n: 16, k: cols }, contract::Side::Fprop);
     let w = Side::Nvfp4(quantize_weights(b, &data::normal(16 * cols, 1.0, 12), 1, shape)?);
-    let product = |q: Packed| Gemm { a: &Side::Nvfp4(q), w: &w, shape, side, groups: &groups, bias: None }.run(b);
+    let product =
+        |q: Packed| Gemm { a: &Side::Nvfp4(q), w: &w, shape, side, groups: &groups, bias: None }.run(b);
     let [row, _] = run(&damaged, &amaxes)?;
     let [clean_row, _] = run(&x, &amaxes)?;
     let (out, clean) = (product(row)?, product(clean_row)?);

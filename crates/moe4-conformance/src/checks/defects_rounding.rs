@@ -44,7 +44,9 @@ fn largest(x: impl IntoIterator<Item = f32>) -> f32 {
 /// 11: the amax after the transform belongs to the mask that was asked for.
 pub(super) fn signed_amax<B: Subject>(b: &B) -> Outcome {
     let groups = Groups::single(16);
-    for (i, mask) in [SignMask::DEFAULT, SignMask::NONE, SignMask(0x8001), SignMask(0xFFFF)].into_iter().enumerate() {
+    for (i, mask) in
+        [SignMask::DEFAULT, SignMask::NONE, SignMask(0x8001), SignMask(0xFFFF)].into_iter().enumerate()
+    {
         // Each column holds the sign pattern of a mask: under its own mask it adds up, under others it cancels.
         let patterns = [SignMask::DEFAULT, SignMask(0x0F0F), SignMask(0x8001)];
         let values = data::normal_f32(16 * patterns.len(), 40 + i as u64);
@@ -178,7 +180,13 @@ pub(super) fn unbiased<B: Subject>(b: &B) -> Outcome {
         let global = GlobalScale::from_amax(q.amax[0]);
         for (i, sum) in sums.iter().enumerate() {
             let v = (target(direction, i) * global.multiplier(q.scales[i / BLOCK])) as f64;
-            let step = if v.abs() < 2.0 { 0.5 } else if v.abs() < 4.0 { 1.0 } else { 2.0 };
+            let step = if v.abs() < 2.0 {
+                0.5
+            } else if v.abs() < 4.0 {
+                1.0
+            } else {
+                2.0
+            };
             // Eight random bits round up with a probability too small by less than 1/256; five standard errors.
             let bound = step / 256.0 + 5.0 * step * 0.5 / (seeds as f64).sqrt();
             let (mean, v) = (sum / seeds as f64, v.clamp(-6.0, 6.0));
@@ -217,7 +225,12 @@ pub(super) fn random_bytes<B: Subject>(b: &B) -> Outcome {
                 let position = (token * (cols / BLOCK) + k) as u64;
                 let (scale, codes) = block(v, row.amax[e], streams[0], position);
                 let at = t * (cols / BLOCK) + k;
-                bytes(&format!("rowwise codes, row {t} block {k}"), &[8], &codes, &row.codes[at * 8..at * 8 + 8])?;
+                bytes(
+                    &format!("rowwise codes, row {t} block {k}"),
+                    &[8],
+                    &codes,
+                    &row.codes[at * 8..at * 8 + 8],
+                )?;
                 bytes(&format!("rowwise scale, row {t} block {k}"), &[1], &[scale], &row.scales[at..=at])?;
             }
         }
@@ -270,7 +283,12 @@ pub(super) fn operator_streams<B: Subject>(b: &B) -> Outcome {
     }
     let seen = spy.0.into_inner().unwrap_or_else(PoisonError::into_inner);
     let streams: Vec<_> = seen.iter().filter(|r| **r != Rounding::Nearest).collect();
-    equal("copies rounded to nearest: x and h, two ways, 8 calls", &[1], &[32], &[seen.len() - streams.len()])?;
+    equal(
+        "copies rounded to nearest: x and h, two ways, 8 calls",
+        &[1],
+        &[32],
+        &[seen.len() - streams.len()],
+    )?;
     equal("copies rounded at random: dy and dc, two ways, 8 calls", &[1], &[32], &[streams.len()])?;
     let distinct: std::collections::HashSet<_> = streams.iter().collect();
     equal("different streams", &[1], &[streams.len()], &[distinct.len()])

@@ -80,9 +80,8 @@ fn both_copies(
 
 fn judge(golden: &MlpGolden, out: &StepOut) -> Outcome {
     let file = &golden.file;
-    let exact = |name: &str, k: usize, a: &Packed, b: &Packed| {
-        exact_copy(name, k, a, b).map(|()| Flips::default())
-    };
+    let exact =
+        |name: &str, k: usize, a: &Packed, b: &Packed| exact_copy(name, k, a, b).map(|()| Flips::default());
     both_copies(golden, out, "x", exact)?;
     both_copies(golden, out, "dy", exact)?;
     for (name, k) in [("w1", golden.hidden), ("w2", golden.ffn)] {

@@ -2,7 +2,8 @@
 
 use crate::compare::{ensure, f32_bits};
 use crate::drive::{
-    Cast, Gemm, GemmAct, GemmDact, Grads, Packed, Quantize, Side, Wgrad, amax, hadamard_amax, quantize_weights,
+    Cast, Gemm, GemmAct, GemmDact, Grads, Packed, Quantize, Side, Wgrad, amax, hadamard_amax,
+    quantize_weights,
 };
 use crate::golden::{self, MlpGolden};
 use crate::mlp_rule::exact_copy;
@@ -21,7 +22,12 @@ pub(super) fn quantize<B: Subject>(b: &B) -> Outcome {
         for name in ["x", "h", "dy", "dc"] {
             let (x, cols) = (golden.file.bf16(name), golden.cols(name));
             let (before, after) = hadamard_amax(b, &x, cols, &golden.groups, SignMask::DEFAULT)?;
-            f32_bits(&format!("{name}_amax"), &[before.len()], &golden.file.f32(&format!("{name}_amax")), &before)?;
+            f32_bits(
+                &format!("{name}_amax"),
+                &[before.len()],
+                &golden.file.f32(&format!("{name}_amax")),
+                &before,
+            )?;
             let plain = amax(b, &x, cols, &golden.groups)?;
             f32_bits(&format!("{name}_amax by its own pass"), &[before.len()], &before, &plain)?;
             let case = Quantize {
@@ -92,10 +98,9 @@ pub(super) fn gemm_act<B: Subject>(b: &B) -> Outcome {
 pub(super) fn gemm<B: Subject>(b: &B) -> Outcome {
     each(|golden| {
         let [(_, w1), (_, w2)] = weight_shapes(golden);
-        for (out, a, w, shape, side) in [
-            ("y", "h", "w2", w2, contract::Side::Fprop),
-            ("dx", "dc", "w1", w1, contract::Side::Dgrad),
-        ] {
+        for (out, a, w, shape, side) in
+            [("y", "h", "w2", w2, contract::Side::Fprop), ("dx", "dc", "w1", w1, contract::Side::Dgrad)]
+        {
             let (a, w) = (stored(golden, a, ""), stored(golden, w, ""));
             let got = Gemm { a: &a, w: &w, shape, side, groups: &golden.groups, bias: None }.run(b)?;
             golden.by_token(out).stage_bf16(&golden.file.bf16(out), &got)?;

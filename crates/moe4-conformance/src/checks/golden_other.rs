@@ -1,6 +1,6 @@
 //! Edge values, stochastic rounding, scale layouts and plain products against the golden data.
 
-use crate::compare::{Expected, bytes, codes, ensure, equal, f32_bits, within, widen, widen_f32};
+use crate::compare::{Expected, bytes, codes, ensure, equal, f32_bits, widen, widen_f32, within};
 use crate::drive::{Cast, Gemm, Grads, Packed, Quantize, Side, Wgrad, amax};
 use crate::exact;
 use crate::golden;
@@ -70,7 +70,8 @@ pub(super) fn sr<B: Subject>(_: &B) -> Outcome {
                     let random = (words[i / 4] >> (8 * (i % 4))) as u8;
                     e2m1::encode_stochastic(bf::to_f32(x[i]) * multipliers[i / BLOCK], random)
                 };
-                let got: Vec<u8> = (0..x.len() / 2).map(|i| e2m1::pack(code(2 * i), code(2 * i + 1))).collect();
+                let got: Vec<u8> =
+                    (0..x.len() / 2).map(|i| e2m1::pack(code(2 * i), code(2 * i + 1))).collect();
                 codes("sr__quant: fp4", (rows, cols), &file.u8("fp4"), &got)?;
             }
             "sr__philox" => {

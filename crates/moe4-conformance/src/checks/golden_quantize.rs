@@ -236,7 +236,9 @@ pub(super) fn f32_numerics<B: Subject>(_: &B) -> Outcome {
     ];
     for (category, tile_rows) in categories {
         each(category, |file| {
-            if category.starts_with("q1d_sweep") && file.name.ends_with("bf16") || file.name.ends_with("tie__bf16") {
+            if category.starts_with("q1d_sweep") && file.name.ends_with("bf16")
+                || file.name.ends_with("tie__bf16")
+            {
                 return Ok(());
             }
             let shape = file.shape("x");
@@ -247,7 +249,8 @@ pub(super) fn f32_numerics<B: Subject>(_: &B) -> Outcome {
                 let found = x.iter().fold(0.0, |a: f32, v| a.max(v.abs()));
                 f32_bits("amax", &[1], &file.f32("amax")[i..=i], &[found])?;
                 let got = quantize_f32(x, (rows, k), found, tile_rows);
-                let part = |all: &[u8], per: usize| all[i * rows * k / per..(i + 1) * rows * k / per].to_vec();
+                let part =
+                    |all: &[u8], per: usize| all[i * rows * k / per..(i + 1) * rows * k / per].to_vec();
                 bytes("scale", &[rows, k / BLOCK], &part(&scales, BLOCK), &got.1)?;
                 codes("fp4", (rows, k), &part(&fp4, 2), &got.0)?;
                 if file.has("fp4_col") {

@@ -156,7 +156,11 @@ pub(super) fn configurations() -> Vec<GroupedMlpConfig> {
         bias: true,
         ..GroupedMlpConfig::new(SPLITS.len(), 48, 32)
     });
-    out.push(GroupedMlpConfig { fc1_rht: None, fc2_rht: None, ..GroupedMlpConfig::new(SPLITS.len(), 48, 32) });
+    out.push(GroupedMlpConfig {
+        fc1_rht: None,
+        fc2_rht: None,
+        ..GroupedMlpConfig::new(SPLITS.len(), 48, 32)
+    });
     let unsigned = Some(SignMask::NONE);
     out.push(GroupedMlpConfig {
         fc1_rht: unsigned,
@@ -322,7 +326,12 @@ pub(super) fn empty_expert<B: Subject>(b: &B) -> Outcome {
         let accumulated = step.run(b)?;
         for (name, dw) in [("dw1", &accumulated.dw1), ("dw2", &accumulated.dw2)] {
             let dw = slab(dw)?;
-            f32_bits(&format!("{name} of an empty expert, accumulated"), &[dw.len()], &vec![-0.0; dw.len()], &dw)?;
+            f32_bits(
+                &format!("{name} of an empty expert, accumulated"),
+                &[dw.len()],
+                &vec![-0.0; dw.len()],
+                &dw,
+            )?;
         }
         Ok(())
     })

@@ -48,7 +48,10 @@ pub fn all<B: Subject>() -> Vec<Check<B>> {
         check("golden/mlp, stage: y dx", golden_mlp_stages::gemm),
         check("golden/mlp, stage: dh dc dprob", golden_mlp_stages::gemm_dact),
         check("golden/mlp, stage: dw1 dw2", golden_mlp_stages::wgrad),
-        check("golden/mlp, dgrad is fprop of the transpose", golden_mlp_stages::dgrad_is_fprop_of_the_transpose),
+        check(
+            "golden/mlp, dgrad is fprop of the transpose",
+            golden_mlp_stages::dgrad_is_fprop_of_the_transpose,
+        ),
         check("golden/mlp, end to end", golden_mlp_end_to_end::operator),
         check("invariant 1/bytes of amax and quantize passes", properties::quantize),
         check("invariant 1/bytes of weights", properties::weights),

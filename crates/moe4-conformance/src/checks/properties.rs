@@ -3,7 +3,8 @@
 use crate::compare::{bf16_bits, bytes, f32_bits};
 use crate::data::{self, Kind};
 use crate::drive::{
-    Bias, Cast, Gemm, GemmAct, GemmDact, Grads, Packed, Quantize, Side, Wgrad, amax, hadamard_amax, quantize_weights,
+    Bias, Cast, Gemm, GemmAct, GemmDact, Grads, Packed, Quantize, Side, Wgrad, amax, hadamard_amax,
+    quantize_weights,
 };
 use crate::judge;
 use crate::report::{Failure, Outcome};
@@ -28,13 +29,19 @@ fn for_all<S: Strategy>(cases: u32, strategy: S, check: impl Fn(S::Value) -> Out
 }
 
 fn any_mask() -> impl Strategy<Value = Option<SignMask>> {
-    prop_oneof![Just(None), Just(Some(SignMask::DEFAULT)), Just(Some(SignMask::NONE)), any::<u16>().prop_map(|m| Some(SignMask(m)))]
+    prop_oneof![
+        Just(None),
+        Just(Some(SignMask::DEFAULT)),
+        Just(Some(SignMask::NONE)),
+        any::<u16>().prop_map(|m| Some(SignMask(m)))
+    ]
 }
 
 fn any_rounding() -> impl Strategy<Value = Rounding> {
     prop_oneof![
         Just(Rounding::Nearest),
-        (any::<u64>(), any::<u64>()).prop_map(|(seed, stream)| Rounding::Stochastic(RandomStream { seed, stream })),
+        (any::<u64>(), any::<u64>())
+            .prop_map(|(seed, stream)| Rounding::Stochastic(RandomStream { seed, stream })),
     ]
 }
 
@@ -123,7 +130,13 @@ pub(super) fn weights<B: Subject>(b: &B) -> Outcome {
 }
 
 /// An operand of a product, made by the reference.
-fn operand(x: &[bf16], cols: usize, groups: &Groups, quantized: bool, columnwise: bool) -> Result<Side, Failure> {
+fn operand(
+    x: &[bf16],
+    cols: usize,
+    groups: &Groups,
+    quantized: bool,
+    columnwise: bool,
+) -> Result<Side, Failure> {
     if !quantized {
         return Ok(Side::Bf16(x.to_vec()));
     }
@@ -148,7 +161,13 @@ fn weight(experts: usize, shape: WeightShape, quantized: bool, seed: u64) -> Res
 }
 
 fn product_kind() -> impl Strategy<Value = Kind> {
-    prop_oneof![Just(Kind::Normal), Just(Kind::Outlier), Just(Kind::Ties), Just(Kind::Sparse), Just(Kind::Zeros)]
+    prop_oneof![
+        Just(Kind::Normal),
+        Just(Kind::Outlier),
+        Just(Kind::Ties),
+        Just(Kind::Sparse),
+        Just(Kind::Zeros)
+    ]
 }
 
 /// Plain products, both sides of a weight, both precisions, with and without biases: each element within its bound,

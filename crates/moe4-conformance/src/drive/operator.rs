@@ -6,8 +6,8 @@ use crate::subject::Subject;
 use half::bf16;
 use moe4::kernels::{Backend, Buffer, Error, Memory};
 use moe4::mlp::{
-    BackwardArgs, Biases, ForwardArgs, GradBuffers, GradMode, GroupedMlp, GroupedMlpConfig, Needs, PreparedWeights,
-    RandomSeed, Trace, WeightGrad, WeightGrads, WeightSource,
+    BackwardArgs, Biases, ForwardArgs, GradBuffers, GradMode, GroupedMlp, GroupedMlpConfig, Needs,
+    PreparedWeights, RandomSeed, Trace, WeightGrad, WeightGrads, WeightSource,
 };
 use moe4::tensor::Groups;
 use std::sync::Arc;
@@ -120,14 +120,11 @@ impl Step<'_> {
         })
     }
 
-    fn prepare<B: Backend>(
-        &self,
-        b: &B,
-        mlp: &GroupedMlp,
-    ) -> Result<Arc<PreparedWeights<B::Memory>>, Error> {
+    fn prepare<B: Backend>(&self, b: &B, mlp: &GroupedMlp) -> Result<Arc<PreparedWeights<B::Memory>>, Error> {
         let experts = self.groups.experts();
         let (w1, w2) = (b.upload(self.w1)?, b.upload(self.w2)?);
-        let biases = self.biases.map(|(b1, b2)| Ok::<_, Error>((b.upload(b1)?, b.upload(b2)?))).transpose()?;
+        let biases =
+            self.biases.map(|(b1, b2)| Ok::<_, Error>((b.upload(b1)?, b.upload(b2)?))).transpose()?;
         let weights = mlp.prepare_weights(
             b,
             source::<B::Memory>(&w1, experts, self.weights_per_expert),

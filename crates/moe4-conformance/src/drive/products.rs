@@ -5,8 +5,8 @@ use crate::subject::Subject;
 use half::bf16;
 use moe4::kernels::activation::{Activation, GluLayout};
 use moe4::kernels::contract::{
-    self, AmaxOut, GradBuffers, GradMode, GroupedGemm, GroupedGemmAct, GroupedGemmDact, GroupedWgrad, WeightGrad,
-    WeightShape,
+    self, AmaxOut, GradBuffers, GradMode, GroupedGemm, GroupedGemmAct, GroupedGemmDact, GroupedWgrad,
+    WeightGrad, WeightShape,
 };
 use moe4::kernels::{Buffer, Error, Memory};
 use moe4::numerics::hadamard::SignMask;
