@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod alter;
+pub mod broken;
 pub mod checks;
 pub mod compare;
 pub mod data;
@@ -39,7 +40,7 @@ pub fn run_only<B: Subject>(backend: &B, names: &[&str]) -> Report {
 
 fn run_checks<B: Subject>(backend: &B, checks: Vec<Check<B>>) -> Report {
     let capabilities = backend.capabilities();
-    let line = |Check { name, run }: Check<B>| {
+    let line = |Check { name, run, .. }: Check<B>| {
         let outcome = catch_unwind(AssertUnwindSafe(|| run(backend))).unwrap_or_else(|panic| {
             let text = panic.downcast_ref::<String>().cloned();
             let text = text.or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string()));

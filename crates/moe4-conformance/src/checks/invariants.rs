@@ -1,7 +1,7 @@
 //! The invariants of the design that belong to the operator. The first, equal bytes on every backend, is a property
 //! check; the third is part of every verdict on an epilogue and is checked here against the backend's own pass.
 
-use crate::compare::{all_zero, bf16_bits, bytes, equal, f32_bits};
+use crate::compare::{alive, all_zero, bf16_bits, bytes, equal, f32_bits};
 use crate::data;
 use crate::drive::{GemmAct, GemmDact, Side, Step, StepOut, amax, hadamard_amax};
 use crate::report::{Failure, InCase, Outcome};
@@ -110,6 +110,17 @@ pub(super) fn same(expected: &StepOut, got: &StepOut) -> Outcome {
     Ok(())
 }
 
+/// No result of a step with live rows is all zero.
+pub(super) fn not_zero(out: &StepOut) -> Outcome {
+    alive("y", &out.y)?;
+    alive("dprob", &out.dprob)?;
+    alive("dx", out.dx.as_deref().unwrap_or_default())?;
+    for (name, dw) in [("dw1", &out.dw1), ("dw2", &out.dw2)] {
+        alive(name, dw.as_deref().unwrap_or_default())?;
+    }
+    Ok(())
+}
+
 /// Every traced tensor of two steps, bit by bit.
 fn same_trace(expected: &StepOut, got: &StepOut) -> Outcome {
     let names = |out: &StepOut| out.trace.tensors.iter().map(|t| t.name.clone()).collect::<Vec<_>>();
@@ -187,6 +198,7 @@ pub(super) fn recompute<B: Subject>(b: &B) -> Outcome {
     each(|inputs| {
         let mut step = inputs.step();
         let off = step.run(b)?;
+        not_zero(&off)?;
         step.config.recompute_activation = true;
         same(&off, &step.run(b)?)
     })
@@ -216,6 +228,7 @@ pub(super) fn epilogue_amaxes<B: Subject>(b: &B) -> Outcome {
                 amax: Some(mask),
             };
             let forward = act.run(b)?;
+            alive("h", &forward.h)?;
             let same = |name: &str, x: &[bf16], cols: usize, got: &(Vec<f32>, Vec<f32>)| -> Outcome {
                 let (before, after) = hadamard_amax(b, x, cols, groups, mask)?;
                 f32_bits(&format!("{name}_amax"), &[before.len()], &before, &got.0)?;
@@ -246,6 +259,7 @@ pub(super) fn epilogue_amaxes<B: Subject>(b: &B) -> Outcome {
 pub(super) fn two_runs<B: Subject>(b: &B) -> Outcome {
     each(|inputs| {
         let (first, second) = (inputs.step().run(b)?, inputs.step().run(b)?);
+        not_zero(&first)?;
         same(&first, &second)?;
         same_trace(&first, &second)
     })
@@ -255,6 +269,7 @@ pub(super) fn two_runs<B: Subject>(b: &B) -> Outcome {
 pub(super) fn experts_alone<B: Subject>(b: &B) -> Outcome {
     each(|inputs| {
         let all = inputs.step().run(b)?;
+        not_zero(&all)?;
         for e in 0..SPLITS.len() {
             let alone = inputs.expert_alone(e).step().run(b)?;
             let rows = inputs.groups.range(e);
@@ -279,10 +294,10 @@ pub(super) fn experts_alone<B: Subject>(b: &B) -> Outcome {
     })
 }
 
-/// 6, and defect 19: rows past `sum(splits)` hold NaN; results are those of the trimmed tensors, and zero there.
+/// 6, and defect 19: rows past `sum(splits)` hold NaN, or numbers larger than all others; results are those of the
+/// trimmed tensors, and zero there.
 pub(super) fn rows_of_nobody<B: Subject>(b: &B) -> Outcome {
-    each(|inputs| {
-        let dirty = inputs.step().run(b)?;
+    each(|mut inputs| {
         let (live, hidden) = (inputs.groups.live_rows(), inputs.config.hidden);
         let groups = Groups::new(&SPLITS, live).expect("splits fit");
         let mut step = inputs.step();
@@ -291,17 +306,25 @@ pub(super) fn rows_of_nobody<B: Subject>(b: &B) -> Outcome {
         step.dy = &inputs.dy[..live * hidden];
         step.prob = &inputs.prob[..live];
         let trimmed = step.run(b)?;
-        let dx = dirty.dx.clone().ok_or_else(|| Failure::new("dx was asked for"))?;
-        all_zero("y past sum(splits)", live * hidden, &dirty.y[live * hidden..])?;
-        all_zero("dx past sum(splits)", live * hidden, &dx[live * hidden..])?;
-        all_zero("dprob past sum(splits)", live, &dirty.dprob[live..])?;
-        let cut = StepOut {
-            y: dirty.y[..live * hidden].to_vec(),
-            dx: Some(dx[..live * hidden].to_vec()),
-            dprob: dirty.dprob[..live].to_vec(),
-            ..dirty
-        };
-        same(&trimmed, &cut)
+        not_zero(&trimmed)?;
+        for fill in [bf16::NAN, bf16::MAX] {
+            inputs.x[live * hidden..].fill(fill);
+            inputs.dy[live * hidden..].fill(fill);
+            inputs.prob[live..].fill(fill.to_f32());
+            let dirty = inputs.step().run(b)?;
+            let dx = dirty.dx.clone().ok_or_else(|| Failure::new("dx was asked for"))?;
+            all_zero("y past sum(splits)", live * hidden, &dirty.y[live * hidden..])?;
+            all_zero("dx past sum(splits)", live * hidden, &dx[live * hidden..])?;
+            all_zero("dprob past sum(splits)", live, &dirty.dprob[live..])?;
+            let cut = StepOut {
+                y: dirty.y[..live * hidden].to_vec(),
+                dx: Some(dx[..live * hidden].to_vec()),
+                dprob: dirty.dprob[..live].to_vec(),
+                ..dirty
+            };
+            same(&trimmed, &cut).in_case(format!("filled with {fill}"))?;
+        }
+        Ok(())
     })
 }
 
@@ -314,6 +337,7 @@ pub(super) fn empty_expert<B: Subject>(b: &B) -> Outcome {
             Ok(x[empty * x.len() / SPLITS.len()..(empty + 1) * x.len() / SPLITS.len()].to_vec())
         };
         let overwritten = inputs.step().run(b)?;
+        not_zero(&overwritten)?;
         all_zero("dw1 of an empty expert, overwritten", 0, &slab(&overwritten.dw1)?)?;
         all_zero("dw2 of an empty expert, overwritten", 0, &slab(&overwritten.dw2)?)?;
         for name in ["x_amax", "x_amax_col", "h_amax", "h_amax_col", "dc_amax", "dc_amax_col"] {

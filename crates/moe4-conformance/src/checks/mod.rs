@@ -23,12 +23,23 @@ pub struct Check<B> {
     pub name: &'static str,
     /// What it does.
     pub run: fn(&B) -> Outcome,
+    /// Whether it looks at the backend at all, or only at numerics and layouts that every backend shares.
+    pub uses_backend: bool,
+}
+
+/// The names of the checks that would pass on any backend.
+pub fn host_only() -> Vec<&'static str> {
+    let checks = all::<moe4::kernels::reference::Reference>();
+    checks.into_iter().filter(|check| !check.uses_backend).map(|check| check.name).collect()
 }
 
 /// Every check, in the order in which a new backend would want to pass them.
 pub fn all<B: Subject>() -> Vec<Check<B>> {
     fn check<B>(name: &'static str, run: fn(&B) -> Outcome) -> Check<B> {
-        Check { name, run }
+        Check { name, run, uses_backend: true }
+    }
+    fn host<B>(name: &'static str, run: fn(&B) -> Outcome) -> Check<B> {
+        Check { name, run, uses_backend: false }
     }
     vec![
         check("golden/q1d_row", golden_quantize::q1d_row),
@@ -37,10 +48,10 @@ pub fn all<B: Subject>() -> Vec<Check<B>> {
         check("golden/q1d_rht and q1d_rht_nosign", golden_quantize::q1d_rht),
         check("golden/q2d", golden_quantize::q2d),
         check("golden/group", golden_quantize::group),
-        check("golden/f32 numerics", golden_quantize::f32_numerics),
+        host("golden/f32 numerics", golden_quantize::f32_numerics),
         check("golden/edge", golden_other::edge),
-        check("golden/sr", golden_other::sr),
-        check("golden/swizzle", golden_other::swizzle),
+        host("golden/sr", golden_other::sr),
+        host("golden/swizzle", golden_other::swizzle),
         check("golden/gemm", golden_other::gemm),
         check("golden/mlp, stage: x h dy dc quantized", golden_mlp_stages::quantize),
         check("golden/mlp, stage: w1 w2 quantized", golden_mlp_stages::weights),
@@ -69,7 +80,7 @@ pub fn all<B: Subject>() -> Vec<Check<B>> {
         check("defect 6/scale midpoints", defects_quantize::scale_midpoints),
         check("defect 7/padding", defects_quantize::padding),
         check("defect 8/odd shapes", defects_quantize::odd_shapes),
-        check("defect 9/large offsets", defects_quantize::large_offsets),
+        host("defect 9/large offsets", defects_quantize::large_offsets),
         check("defect 10/E2M1 edges and non-finite blocks", defects_quantize::e2m1_edges),
         check("defect 11/amax of the signed transform", defects_rounding::signed_amax),
         check("defect 12/amax after RHT is bounded", defects_rounding::amax_bound),
@@ -93,5 +104,6 @@ pub fn all<B: Subject>() -> Vec<Check<B>> {
         check("property/bias gradients", defects_products::bias_grad),
         check("property/permutation round trip", rows::round_trip),
         check("property/weighted unpermutation", rows::weighted),
+        check("property/routing and its adjoint", rows::routing),
     ]
 }
