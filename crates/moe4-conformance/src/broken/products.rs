@@ -57,13 +57,11 @@ pub(super) fn gemm<B: Backend<Memory = Host>>(
     inner: &B,
     pass: GroupedGemm<'_, Host>,
 ) -> Result<(), Error> {
-    let GroupedGemm { a, w, shape, side, groups, mut bias, out } = pass;
+    let GroupedGemm { a, w, shape, side, groups, bias, out } = pass;
     let cols = side.dims(shape).0;
-    match fault {
-        Fault::BiasIgnored => bias = None,
-        Fault::BiasNotScaled => bias = bias.map(|b| Bias { prob: None, ..b }),
-        _ => {}
-    }
+    let bias = bias
+        .filter(|_| fault != Fault::BiasIgnored)
+        .map(|Bias { bias, prob }| Bias { bias, prob: prob.filter(|_| fault != Fault::BiasNotScaled) });
     let amax = match (&a, fault) {
         (Operand::Nvfp4(q), Fault::FirstExpertsScale) => vec![q.amax[0]; q.amax.len()],
         (Operand::Nvfp4(q), _) => q.amax.to_vec(),
@@ -75,7 +73,6 @@ pub(super) fn gemm<B: Backend<Memory = Host>>(
         }
         Operand::Bf16(x) => Operand::Bf16(x),
     };
-    let bias = bias.map(|Bias { bias, prob }| Bias { bias, prob });
     inner.grouped_gemm(GroupedGemm { a, w: shorten(w), shape, side, groups, bias, out: &mut *out })?;
     let first_rows = match calls.compare_exchange(0, groups.rows(), Ordering::Relaxed, Ordering::Relaxed) {
         Ok(_) => groups.rows(),

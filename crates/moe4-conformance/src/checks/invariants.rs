@@ -8,7 +8,7 @@ use crate::report::{Failure, InCase, Outcome};
 use crate::subject::Subject;
 use half::bf16;
 use moe4::kernels::activation::{Activation, GluLayout};
-use moe4::mlp::{GradientRounding, GroupedMlpConfig, Needs, Precision, RandomSeed, TracedData};
+use moe4::mlp::{DcAmax, GradientRounding, GroupedMlpConfig, Needs, Precision, RandomSeed, TracedData};
 use moe4::numerics::hadamard::SignMask;
 use moe4::tensor::Groups;
 
@@ -92,8 +92,10 @@ impl Inputs {
 pub(super) fn same(expected: &StepOut, got: &StepOut) -> Outcome {
     bf16_bits("y", &[expected.y.len()], &expected.y, &got.y)?;
     f32_bits("dprob", &[expected.dprob.len()], &expected.dprob, &got.dprob)?;
-    if let (Some(a), Some(b)) = (&expected.dx, &got.dx) {
-        bf16_bits("dx", &[a.len()], a, b)?;
+    match (&expected.dx, &got.dx) {
+        (Some(a), Some(b)) => bf16_bits("dx", &[a.len()], a, b)?,
+        (None, None) => {}
+        _ => return Err(Failure::new("dx is there in one run and not in the other")),
     }
     for (name, a, b) in [
         ("dw1", &expected.dw1, &got.dw1),
@@ -204,6 +206,39 @@ pub(super) fn recompute<B: Subject>(b: &B) -> Outcome {
     })
 }
 
+/// Amaxes of `dc` by a pass of their own, and partial needs: the same bits for what is asked for.
+pub(super) fn needs_and_separate_pass<B: Subject>(b: &B) -> Outcome {
+    each(|inputs| {
+        let all = inputs.step().run(b)?;
+        not_zero(&all)?;
+        let mut step = inputs.step();
+        step.config.dc_amax = DcAmax::SeparatePass;
+        same(&all, &step.run(b)?).in_case("amaxes of dc by a separate pass")?;
+        for (needs, name) in [(Needs::INPUT, "input only"), (Needs::WEIGHTS, "weights only")] {
+            let mut step = inputs.step();
+            step.needs = needs;
+            let part = step.run(b)?;
+            let expected = StepOut {
+                dx: all.dx.clone().filter(|_| needs.input),
+                dw1: all.dw1.clone().filter(|_| needs.weights),
+                dw2: all.dw2.clone().filter(|_| needs.weights),
+                db1: all.db1.clone().filter(|_| needs.weights),
+                db2: all.db2.clone().filter(|_| needs.weights),
+                ..all.clone()
+            };
+            same(&expected, &part).in_case(name)?;
+            let idle = |tensor: &str| part.trace.get(tensor).is_some();
+            let unneeded: &[&str] =
+                if needs.weights { &["dc_fp4"] } else { &["x_fp4_col", "h_fp4_col", "dc_fp4_col"] };
+            let made = unneeded.iter().find(|tensor| idle(tensor));
+            if let Some(tensor) = made {
+                return Err(Failure::new(format!("{name}: {tensor} was made for nothing")));
+            }
+        }
+        Ok(())
+    })
+}
+
 /// 3: amaxes of an epilogue against the same backend's pass over what the epilogue wrote.
 pub(super) fn epilogue_amaxes<B: Subject>(b: &B) -> Outcome {
     for (i, config) in configurations().into_iter().enumerate() {
@@ -255,6 +290,29 @@ pub(super) fn epilogue_amaxes<B: Subject>(b: &B) -> Outcome {
     Ok(())
 }
 
+/// Steps large enough to be cut into several pieces for threads or thread blocks.
+pub fn large_steps<B: Subject>(b: &B) -> Result<Vec<StepOut>, Failure> {
+    let splits = [300, 0, 17, 129, 64];
+    let shape = GroupedMlpConfig { bias: true, ..GroupedMlpConfig::new(splits.len(), 80, 96) };
+    let configurations = [
+        shape.clone(),
+        GroupedMlpConfig { recompute_activation: true, activation: Activation::SRELU, ..shape.clone() },
+        GroupedMlpConfig { precision: Precision::Bf16, glu_layout: GluLayout::Elementwise, ..shape },
+    ];
+    let run = |config| Ok(Inputs::new(config, &splits, 515, 300).step().run(b)?);
+    configurations.into_iter().map(run).collect()
+}
+
+/// Every result and every intermediate of two series of steps, bit by bit.
+pub fn same_steps(expected: &[StepOut], got: &[StepOut]) -> Outcome {
+    for (expected, got) in expected.iter().zip(got) {
+        not_zero(expected)?;
+        same(expected, got)?;
+        same_trace(expected, got)?;
+    }
+    Ok(())
+}
+
 /// 4: two runs.
 pub(super) fn two_runs<B: Subject>(b: &B) -> Outcome {
     each(|inputs| {
@@ -262,7 +320,8 @@ pub(super) fn two_runs<B: Subject>(b: &B) -> Outcome {
         not_zero(&first)?;
         same(&first, &second)?;
         same_trace(&first, &second)
-    })
+    })?;
+    same_steps(&large_steps(b)?, &large_steps(b)?)
 }
 
 /// 5: each expert alone.

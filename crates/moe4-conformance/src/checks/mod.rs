@@ -13,6 +13,8 @@ mod invariants;
 mod properties;
 mod rows;
 
+pub use invariants::{large_steps, same_steps};
+
 use crate::report::Outcome;
 use crate::subject::Subject;
 
@@ -66,7 +68,9 @@ pub fn all<B: Subject>() -> Vec<Check<B>> {
         check("golden/mlp, end to end", golden_mlp_end_to_end::operator),
         check("invariant 1/bytes of amax and quantize passes", properties::quantize),
         check("invariant 1/bytes of weights", properties::weights),
+        check("invariant 1/bytes of every BF16 value", properties::every_value),
         check("invariant 2/recompute on equals off", invariants::recompute),
+        check("invariant 2/partial needs and separate amaxes", invariants::needs_and_separate_pass),
         check("invariant 3/epilogue amaxes equal their pass", invariants::epilogue_amaxes),
         check("invariant 4/two runs are equal", invariants::two_runs),
         check("invariant 5/experts alone equal grouped", invariants::experts_alone),
