@@ -25,7 +25,7 @@
 //! Bytes of amax and quantize passes are compared exactly. A product's element may be off by what its own terms
 //! explain ([`exact`]), an epilogue's by what the accuracy of the activation explains on top ([`judge`]), each fed with
 //! the backend's own rounded intermediate; nothing is averaged over a tensor, so one bad row fails. The golden operator
-//! data come with a rule of their own ([`mlp_rule`]), which is applied to each expert where it speaks of a norm.
+//! data come with a rule of their own ([`mlp_rule`]); where it speaks of a norm, each expert is looked at as well.
 //!
 //! # Faults that users met elsewhere
 //!
