@@ -52,7 +52,12 @@ fn first_difference<T: Copy>(
 }
 
 /// Equal values of any plain type.
-pub fn equal<T: Copy + PartialEq + Debug>(tensor: &str, shape: &[usize], expected: &[T], got: &[T]) -> Outcome {
+pub fn equal<T: Copy + PartialEq + Debug>(
+    tensor: &str,
+    shape: &[usize],
+    expected: &[T],
+    got: &[T],
+) -> Outcome {
     first_difference(tensor, shape, (expected, got), |a, b| a == b, |v| format!("{v:?}"))
 }
 
@@ -105,7 +110,11 @@ impl Expected {
     }
 
     fn holds(self, got: f64) -> bool {
-        if self.value.is_nan() { got.is_nan() } else { self.value == got || (got - self.value).abs() <= self.bound }
+        if self.value.is_nan() {
+            got.is_nan()
+        } else {
+            self.value == got || (got - self.value).abs() <= self.bound
+        }
     }
 }
 
@@ -143,6 +152,11 @@ pub fn all_zero<T: Copy + bytemuck::Pod + Debug>(tensor: &str, first: usize, got
             Err(Failure::new(format!("{tensor}, flat index {}: expected 0, got {:?}", first + i, got[i])))
         }
     }
+}
+
+/// Some element is not zero: an output that is all zero is equal to any other such, and wrong.
+pub fn alive<T: Copy + Default + PartialEq>(tensor: &str, x: &[T]) -> Outcome {
+    ensure(x.iter().any(|v| *v != T::default()), || format!("{tensor} is all zero"))
 }
 
 /// `condition`, or the message.

@@ -127,7 +127,11 @@ fn rectangle(svg: &mut String, center: f64, top: f64, fill: &str, stroke: &str, 
     for (i, line) in lines.iter().enumerate() {
         let (y, weight) = (first + 16.0 * i as f64, if i == 0 { "bold" } else { "normal" });
         // Long details are squeezed rather than cut.
-        let fit = if line.len() > 20 { format!(r#" textLength="{}" lengthAdjust="spacingAndGlyphs""#, w - 10.0) } else { String::new() };
+        let fit = if line.len() > 20 {
+            format!(r#" textLength="{}" lengthAdjust="spacingAndGlyphs""#, w - 10.0)
+        } else {
+            String::new()
+        };
         let _ = writeln!(
             svg,
             r##"<text x="{center}" y="{y}" text-anchor="middle" fill="#222" font-weight="{weight}"{fit}>{line}</text>"##

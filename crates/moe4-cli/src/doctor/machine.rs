@@ -13,7 +13,8 @@ pub(super) fn facts() -> Vec<(&'static str, String)> {
         .with_cpu(CpuRefreshKind::nothing())
         .with_memory(MemoryRefreshKind::nothing().with_ram());
     let system = System::new_with_specifics(wanted);
-    let model = system.cpus().first().map(|cpu| cpu.brand().trim().to_owned()).filter(|name| !name.is_empty());
+    let model =
+        system.cpus().first().map(|cpu| cpu.brand().trim().to_owned()).filter(|name| !name.is_empty());
     let cores = std::thread::available_parallelism().map_or(UNKNOWN.into(), |n| n.to_string());
     let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64);
     vec![
@@ -65,5 +66,9 @@ fn gpu_models(folder: &Path) -> Vec<String> {
     let model = |text: String| {
         text.lines().find_map(|line| line.strip_prefix("Model:").map(|model| model.trim().to_owned()))
     };
-    entries.flatten().filter_map(|e| fs::read_to_string(e.path().join("information")).ok()).filter_map(model).collect()
+    entries
+        .flatten()
+        .filter_map(|e| fs::read_to_string(e.path().join("information")).ok())
+        .filter_map(model)
+        .collect()
 }

@@ -65,7 +65,8 @@ fn compare_all<B: Backend<Memory = Host>>(kernels: &B, comparisons: &mut usize) 
         for (copy, suffix) in [(row, ""), (column, "_col")] {
             let codes = golden.bytes(&format!("fp4{suffix}"), Dtype::U8)?;
             // The golden data drops the sign of zero, which the hardware and moe4 keep.
-            let unsigned: Vec<u8> = copy.packed.codes.iter().map(|&byte| without_negative_zeros(byte)).collect();
+            let unsigned: Vec<u8> =
+                copy.packed.codes.iter().map(|&byte| without_negative_zeros(byte)).collect();
             let expected: Vec<u8> = codes.iter().map(|&byte| without_negative_zeros(byte)).collect();
             same(&format!("golden {name}: codes{suffix}"), &unsigned, &expected)?;
             let scales = golden.bytes(&format!("scale{suffix}"), Dtype::U8)?;
@@ -133,7 +134,11 @@ fn cast(copy: &mut Quantized, rounding: Rounding) -> Cast<'_, Host> {
     Cast { amax: &packed.amax, rounding, codes: &mut packed.codes, scales: &mut packed.scales }
 }
 
-fn quantize_tiles<B: Backend<Memory = Host>>(kernels: &B, w: &[bf16], shape: WeightShape) -> Result<Quantized> {
+fn quantize_tiles<B: Backend<Memory = Host>>(
+    kernels: &B,
+    w: &[bf16],
+    shape: WeightShape,
+) -> Result<Quantized> {
     let mut tiles = Quantized::zeros(OperandShape { rows: shape.n, k: shape.k }, 1);
     let packed = &mut tiles.packed;
     kernels.quantize_weights(QuantizeWeights {
@@ -162,7 +167,8 @@ impl<'a> Golden<'a> {
 
     /// The quantized tensor and its shape.
     fn x(&self) -> Result<(Vec<bf16>, [usize; 2])> {
-        let shape = self.0.tensor("x").context("golden data: x")?.shape().try_into().context("golden data: x")?;
+        let shape =
+            self.0.tensor("x").context("golden data: x")?.shape().try_into().context("golden data: x")?;
         let pair = |b: &[u8]| bf16::from_le_bytes([b[0], b[1]]);
         Ok((self.bytes("x", Dtype::BF16)?.chunks_exact(2).map(pair).collect(), shape))
     }

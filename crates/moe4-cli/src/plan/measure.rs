@@ -8,8 +8,8 @@ use half::bf16;
 use moe4::kernels::cpu::Cpu;
 use moe4::kernels::{Backend, Host, Ledger};
 use moe4::mlp::{
-    BackwardArgs, Biases, Forward, ForwardArgs, GradMode, GroupedMlp, Needs, PreparedWeights, RandomSeed, WeightGrad,
-    WeightGrads, WeightSource,
+    BackwardArgs, Biases, Forward, ForwardArgs, GradMode, GroupedMlp, Needs, PreparedWeights, RandomSeed,
+    WeightGrad, WeightGrads, WeightSource,
 };
 use moe4::numerics::philox::philox4x32;
 use moe4::tensor::Groups;

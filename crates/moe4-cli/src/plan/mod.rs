@@ -123,7 +123,11 @@ impl PlanArgs {
     /// A balanced router: every expert gets its share of the rows.
     fn groups(&self) -> Result<Groups> {
         if self.top_k == 0 || self.top_k > self.experts {
-            bail!("--top-k: expected 1 to the number of experts, got {} with {} experts", self.top_k, self.experts);
+            bail!(
+                "--top-k: expected 1 to the number of experts, got {} with {} experts",
+                self.top_k,
+                self.experts
+            );
         }
         let rows = self.tokens.checked_mul(self.top_k).filter(|&rows| rows < 1 << 40);
         let Some(rows) = rows else {

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use moe4::kernels::work::{Rows, Work};
 use moe4::mlp::{
-    AmaxSource, CopyPlan, DcAmax, GradientRounding, GroupedMlp, GroupedMlpConfig, Needs, OperandPlan, Phase, Plan,
-    Precision, SavedAs,
+    AmaxSource, CopyPlan, DcAmax, GradientRounding, GroupedMlp, GroupedMlpConfig, Needs, OperandPlan, Phase,
+    Plan, Precision, SavedAs,
 };
 use moe4::tensor::{Groups, OperandShape};
 use serde::Serialize;
@@ -141,13 +141,25 @@ fn copies(plan: &Plan, groups: &Groups) -> Vec<Copy> {
                 SavedAs::Amax => "amax only",
                 SavedAs::Nothing | SavedAs::Bf16 => "-",
             };
-            all.push(one_copy(tensor, "columnwise", copy, saved, bytes(OperandShape::columnwise(groups, cols))));
+            all.push(one_copy(
+                tensor,
+                "columnwise",
+                copy,
+                saved,
+                bytes(OperandShape::columnwise(groups, cols)),
+            ));
         }
     }
     all
 }
 
-fn one_copy(tensor: &'static str, usage: &'static str, copy: CopyPlan, saved_as: &'static str, bytes: usize) -> Copy {
+fn one_copy(
+    tensor: &'static str,
+    usage: &'static str,
+    copy: CopyPlan,
+    saved_as: &'static str,
+    bytes: usize,
+) -> Copy {
     Copy {
         tensor,
         usage,
@@ -238,13 +250,23 @@ fn alternatives(config: &GroupedMlpConfig, needs: Needs, rows: Rows) -> Vec<Alte
         add("--dc-amax exact", "finer dW1 than with the bound", &with(&|c| c.dc_amax = DcAmax::Exact), needs);
         let note = "less work in an epilogue; a slightly noisier dW1";
         add("--dc-amax bound", note, &with(&|c| c.dc_amax = DcAmax::Bound), needs);
-        add("--dc-amax separate", "as exact, to the bit", &with(&|c| c.dc_amax = DcAmax::SeparatePass), needs);
+        add(
+            "--dc-amax separate",
+            "as exact, to the bit",
+            &with(&|c| c.dc_amax = DcAmax::SeparatePass),
+            needs,
+        );
         let off = with(&|c| (c.fc1_rht, c.fc2_rht) = (None, None));
         add("--rht off", "outliers along tokens cost precision in dW", &off, needs);
     }
     add("--needs input", "no gradients of weights", config, Needs::INPUT);
     add("--needs weights", "no gradient of x", config, Needs::WEIGHTS);
     add("--needs none", "no backward", config, Needs::NONE);
-    add("--precision bf16", "no quantization: the baseline", &with(&|c| c.precision = Precision::Bf16), needs);
+    add(
+        "--precision bf16",
+        "no quantization: the baseline",
+        &with(&|c| c.precision = Precision::Bf16),
+        needs,
+    );
     all
 }

@@ -57,7 +57,13 @@ fn passes(report: &Report) -> String {
         heads.extend(["ms", "share"]);
     }
     let line = |phase: &str, tensor: &str, name: &str, [read, written, flops]: [u64; 3], ms: Option<f64>| {
-        let mut row = vec![phase.to_owned(), tensor.to_owned(), name.to_owned(), bytes(read as f64), bytes(written as f64)];
+        let mut row = vec![
+            phase.to_owned(),
+            tensor.to_owned(),
+            name.to_owned(),
+            bytes(read as f64),
+            bytes(written as f64),
+        ];
         row.push(if flops == 0 { "-".into() } else { scaled(flops as f64) });
         row.extend(ms.map(|ms| format!("{ms:.2}")));
         row.extend(ms.map(|ms| format!("{:.0} %", 100.0 * ms / total_ms)));
@@ -67,7 +73,13 @@ fn passes(report: &Report) -> String {
     let mut rows: Vec<_> = report.passes.iter().map(one).collect();
     let sum = |of: fn(&Pass) -> u64| report.passes.iter().map(of).sum::<u64>();
     let totals = [sum(|p| p.read), sum(|p| p.written), sum(|p| p.flops)];
-    rows.push(line("total", "", &format!("{} passes", report.passes.len()), totals, measured.then_some(total_ms)));
+    rows.push(line(
+        "total",
+        "",
+        &format!("{} passes", report.passes.len()),
+        totals,
+        measured.then_some(total_ms),
+    ));
     let mut text = table(&heads, 3, rows);
     if let Some(machine) = &report.measured_on {
         let _ = writeln!(text, "measured on {machine}; the median of each pass");
@@ -131,7 +143,10 @@ mod tests {
 
     #[test]
     fn units() {
-        assert_eq!((bytes(0.0), bytes(1023.0), bytes(1536.0)), ("0 B".into(), "1023 B".into(), "1.5 KiB".into()));
+        assert_eq!(
+            (bytes(0.0), bytes(1023.0), bytes(1536.0)),
+            ("0 B".into(), "1023 B".into(), "1.5 KiB".into())
+        );
         assert_eq!(bytes(3.0 * 1024f64.powi(4)), "3.0 TiB");
         assert_eq!((scaled(999.0), scaled(1.5e12)), ("999.0".into(), "1.5 T".into()));
     }

@@ -6,6 +6,7 @@
 use super::contract::*;
 use super::work::Work;
 use super::{Backend, Buffer, Capabilities, Element, Error, Memory, View};
+use crate::tensor::Groups;
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -145,6 +146,9 @@ impl<B: Backend> Backend for Ledger<'_, B> {
 
     fn capabilities(&self) -> Capabilities {
         self.inner.capabilities()
+    }
+    fn groups(&self, groups: &Groups) -> Result<<Self::Memory as Memory>::Groups, Error> {
+        self.inner.groups(groups)
     }
     fn empty<T: Element>(&self, len: usize) -> Result<Buffer<B::Memory, T>, Error> {
         self.inner.empty(len)
