@@ -11,14 +11,14 @@
 //! | [`tensor`] | groups of tokens, packed operands, scale layouts |
 //! | [`kernels`] | the contract between operator and hardware, and the CPU backends |
 //! | [`mlp`] | the operator: configuration, plan, forward, backward |
-//!
-//! Beside them, [`checkpoint`] reads and writes tensors in safetensors files.
-#![forbid(unsafe_op_in_unsafe_fn)]
+//! | [`routing`] | top-k router, tokens to expert order and back |
+//! | [`checkpoint`] | tensors in safetensors files, in and out |
 
 pub mod checkpoint;
 pub mod kernels;
 pub mod mlp;
 pub mod numerics;
+pub mod routing;
 pub mod tensor;
 
 /// The README's code, compiled and run with the doc tests.
