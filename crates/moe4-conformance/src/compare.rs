@@ -52,7 +52,12 @@ fn first_difference<T: Copy>(
 }
 
 /// Equal values of any plain type.
-pub fn equal<T: Copy + PartialEq + Debug>(tensor: &str, shape: &[usize], expected: &[T], got: &[T]) -> Outcome {
+pub fn equal<T: Copy + PartialEq + Debug>(
+    tensor: &str,
+    shape: &[usize],
+    expected: &[T],
+    got: &[T],
+) -> Outcome {
     first_difference(tensor, shape, (expected, got), |a, b| a == b, |v| format!("{v:?}"))
 }
 
@@ -105,7 +110,11 @@ impl Expected {
     }
 
     fn holds(self, got: f64) -> bool {
-        if self.value.is_nan() { got.is_nan() } else { self.value == got || (got - self.value).abs() <= self.bound }
+        if self.value.is_nan() {
+            got.is_nan()
+        } else {
+            self.value == got || (got - self.value).abs() <= self.bound
+        }
     }
 }
 

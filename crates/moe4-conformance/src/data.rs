@@ -67,7 +67,11 @@ impl Kind {
             Kind::Outlier => random.normal() * if random.below(97) == 0 { 1000.0 } else { 1.0 },
             Kind::Ties => (random.below(49) as f32 - 24.0) * if random.below(2) == 0 { 0.25 } else { -0.25 },
             Kind::Sparse => {
-                if (i / 16).is_multiple_of(3) && random.below(4) == 0 { random.normal() * 3.0 } else { 0.0 }
+                if (i / 16).is_multiple_of(3) && random.below(4) == 0 {
+                    random.normal() * 3.0
+                } else {
+                    0.0
+                }
             }
             Kind::Zeros => 0.0,
         }

@@ -42,11 +42,7 @@ impl FromIterator<f64> for Sum {
 impl Sum {
     /// The same with one more term.
     pub fn plus(self, term: f64) -> Self {
-        Sum {
-            value: self.value + term,
-            magnitude: self.magnitude + term.abs(),
-            terms: self.terms + 1,
-        }
+        Sum { value: self.value + term, magnitude: self.magnitude + term.abs(), terms: self.terms + 1 }
     }
 
     /// Times `alpha`, which an implementation rounds to f32 (to a subnormal, if it is that small).

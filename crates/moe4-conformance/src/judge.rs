@@ -35,7 +35,12 @@ fn live(
     expected
 }
 
-fn past_the_end<T: bytemuck::Pod + std::fmt::Debug>(name: &str, x: &[T], cols: usize, groups: &Groups) -> Outcome {
+fn past_the_end<T: bytemuck::Pod + std::fmt::Debug>(
+    name: &str,
+    x: &[T],
+    cols: usize,
+    groups: &Groups,
+) -> Outcome {
     let first = groups.live_rows() * cols;
     all_zero(&format!("{name} past sum(splits)"), first, &x[first..])
 }
@@ -60,20 +65,54 @@ pub fn evaluate(activation: Activation, g: f64, u: f64) -> Evaluated<f64> {
     }
 }
 
+/// What an activation accurate to about 1e-6 may be off by, of the terms that it adds up.
+const ACCURACY: f64 = 4e-6;
+
+fn near(value: f64, terms: f64) -> Expected {
+    Expected { value, bound: ACCURACY * terms + 1e-37 }
+}
+
+/// Magnitude of the two terms of `∂act/∂g`, which cancel where a gate has its minimum.
+fn gate_terms(activation: Activation, g: f64, u: f64, dg: f64) -> f64 {
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    match activation {
+        Activation::SwiGlu(_) => {
+            let s = sigmoid(g);
+            u.abs() * (s + g.abs() * s * (1.0 - s))
+        }
+        Activation::Srelu(_) | Activation::TanhSrelu(_) => dg.abs(),
+        Activation::SituGlu(p) => {
+            let (s, t) = (sigmoid(g), (g / p.beta1 as f64).tanh());
+            let up = p.beta2 as f64 * (u / p.beta2 as f64).tanh();
+            up.abs() * ((1.0 - t * t) * s + (p.beta1 as f64 * t).abs() * s * (1.0 - s))
+        }
+        Activation::ClampedQgeglu(p) => {
+            let (alpha, limit) = (p.alpha as f64, p.limit as f64);
+            let (s, up) = (sigmoid(alpha * g), u.clamp(-limit, limit).abs() + p.offset as f64);
+            if dg == 0.0 { 0.0 } else { up * (s + alpha * g.abs() * s * (1.0 - s)) }
+        }
+    }
+}
+
+/// Magnitude of the terms of the value: an offset may cancel an up projection.
+fn value_terms(activation: Activation, g: f64, u: f64, value: f64) -> f64 {
+    match activation {
+        Activation::ClampedQgeglu(p) => {
+            let (m, limit) = (g.min(p.limit as f64), p.limit as f64);
+            let gate = (m / (1.0 + (-(p.alpha as f64) * m).exp())).abs();
+            gate * (u.clamp(-limit, limit).abs() + p.offset as f64)
+        }
+        _ => value.abs(),
+    }
+}
+
 /// One feature of a row of `c`: where its gate and up lie, and the activation there.
 struct Feature {
     gate: usize,
     up: usize,
-    at: Evaluated<f64>,
-    /// What an activation accurate to about 1e-6 may be off by, relative to the terms that cancel in it.
-    slack: f64,
-}
-
-impl Feature {
-    /// A value of this activation or one of its derivatives, as f32 arithmetic gives it.
-    fn near(&self, value: f64) -> Expected {
-        Expected { value, bound: 4e-6 * (value.abs() + self.slack) }
-    }
+    value: Expected,
+    dg: Expected,
+    du: Expected,
 }
 
 fn features(
@@ -87,8 +126,14 @@ fn features(
         let step = f % 16 * run.stride;
         let (gate, up) = (run.gate + step, run.up + step);
         let (g, u) = (bf::to_f32(row[gate]) as f64, bf::to_f32(row[up]) as f64);
-        let slack = 1e-6 * (1.0 + u.abs() * (1.0 + g.abs()));
-        Feature { gate, up, at: evaluate(activation, g, u), slack }
+        let Evaluated { value, dg, du } = evaluate(activation, g, u);
+        Feature {
+            gate,
+            up,
+            value: near(value, value_terms(activation, g, u, value)),
+            dg: near(dg, gate_terms(activation, g, u, dg)),
+            du: near(du, du.abs()),
+        }
     })
 }
 
@@ -110,7 +155,7 @@ pub fn h_from_c(
     for t in 0..groups.live_rows() {
         let row = &c[t * n1..(t + 1) * n1];
         for (f, feature) in features(activation, layout, row, ffn).enumerate() {
-            out[t * ffn + f] = rounded(times(feature.near(feature.at.value), prob[t] as f64));
+            out[t * ffn + f] = rounded(times(feature.value, prob[t] as f64));
         }
     }
     out
@@ -175,12 +220,12 @@ pub fn gemm_dact(case: &GemmDact<'_>, out: &GemmDactOut) -> Outcome {
         for (f, feature) in features(case.activation, case.layout, row, ffn).enumerate() {
             let dh = extras.dh[t * ffn + f] as f64;
             let scaled = dh * case.prob[t] as f64;
-            dc[t * n1 + feature.gate] = rounded(times(feature.near(feature.at.dg), scaled));
+            dc[t * n1 + feature.gate] = rounded(times(feature.dg, scaled));
             if case.activation.is_gated() {
-                dc[t * n1 + feature.up] = rounded(times(feature.near(feature.at.du), scaled));
+                dc[t * n1 + feature.up] = rounded(times(feature.du, scaled));
             }
-            sum = sum.plus(feature.at.value * dh);
-            slack += feature.near(feature.at.value).bound * dh.abs();
+            sum = sum.plus(feature.value.value * dh);
+            slack += feature.value.bound * dh.abs();
         }
         let Expected { value, bound } = sum.f32();
         dprob[t] = Expected { value, bound: bound + slack };

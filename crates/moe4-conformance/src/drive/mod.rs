@@ -3,18 +3,20 @@
 //! A struct here has the name of its pass and holds the inputs; `run` uploads them, hands the backend outputs filled
 //! with poison (bytes 0xAA, NaN), and downloads what it wrote. Whatever a pass forgets to write is thus seen.
 
+mod operator;
 mod products;
 mod quantize;
 mod rows;
 
-pub use products::{Bias, Gemm, GemmAct, GemmActOut, GemmDact, GemmDactOut, Grads, Wgrad};
+pub use operator::{Step, StepOut};
+pub use products::{Bias, Gemm, GemmAct, GemmActOut, GemmDact, GemmDactExtras, GemmDactOut, Grads, Wgrad};
 pub use quantize::{Cast, Quantize, amax, hadamard_amax, quantize_weights};
 pub use rows::{BiasGrad, permute, unpermute};
 
 use crate::subject::Subject;
 use half::bf16;
 use moe4::kernels::contract::{Operand, WeightOperand};
-use moe4::kernels::{Buffer, Element, Error, Memory, View};
+use moe4::kernels::{Backend, Buffer, Element, Error, Memory, View};
 use moe4::tensor::Nvfp4;
 
 /// A quantized operand on the host.
@@ -40,7 +42,7 @@ fn poisoned<B: Subject, T: Poison>(b: &B, len: usize) -> Result<Buffer<B::Memory
     b.upload(&vec![T::POISON; len])
 }
 
-fn host<B: Subject, T: Element>(b: &B, buffer: &Buffer<B::Memory, T>) -> Result<Vec<T>, Error> {
+fn host<B: Backend, T: Element>(b: &B, buffer: &Buffer<B::Memory, T>) -> Result<Vec<T>, Error> {
     b.download(B::Memory::view(buffer))
 }
 

@@ -5,8 +5,8 @@ use crate::subject::Subject;
 use half::bf16;
 use moe4::kernels::activation::{Activation, GluLayout};
 use moe4::kernels::contract::{
-    self, AmaxOut, GradBuffers, GradMode, GroupedGemm, GroupedGemmAct, GroupedGemmDact, GroupedWgrad, WeightGrad,
-    WeightShape,
+    self, AmaxOut, GradBuffers, GradMode, GroupedGemm, GroupedGemmAct, GroupedGemmDact, GroupedWgrad,
+    WeightGrad, WeightShape,
 };
 use moe4::kernels::{Buffer, Error, Memory};
 use moe4::numerics::hadamard::SignMask;
@@ -291,28 +291,31 @@ pub struct Wgrad<'a> {
 impl Wgrad<'_> {
     /// The buffers after the pass.
     pub fn run<B: Subject>(&self, backend: &B) -> Result<Grads, Error> {
-        let (a, b, groups) = (self.a.upload(backend)?, self.b.upload(backend)?, backend.groups(self.groups)?);
         let experts = self.groups.experts();
-        let run = |buffers: GradBuffers<'_, B::Memory>| {
-            backend.grouped_wgrad(GroupedWgrad {
-                a: a.operand(),
-                b: b.operand(),
-                shape: self.shape,
-                groups: &groups,
-                dw: WeightGrad { buffers, mode: self.mode },
-            })
-        };
         match &self.before {
             Grads::F32(before) => {
                 let mut dw = backend.upload(before)?;
-                run(GradBuffers::F32(B::Memory::split_mut(B::Memory::view_mut(&mut dw), experts)))?;
+                let buffers = GradBuffers::F32(B::Memory::split_mut(B::Memory::view_mut(&mut dw), experts));
+                self.run_into(backend, buffers)?;
                 Ok(Grads::F32(host(backend, &dw)?))
             }
             Grads::Bf16(before) => {
                 let mut dw = backend.upload(before)?;
-                run(GradBuffers::Bf16(B::Memory::split_mut(B::Memory::view_mut(&mut dw), experts)))?;
+                let buffers = GradBuffers::Bf16(B::Memory::split_mut(B::Memory::view_mut(&mut dw), experts));
+                self.run_into(backend, buffers)?;
                 Ok(Grads::Bf16(host(backend, &dw)?))
             }
         }
+    }
+
+    fn run_into<B: Subject>(&self, backend: &B, buffers: GradBuffers<'_, B::Memory>) -> Result<(), Error> {
+        let (a, b, groups) = (self.a.upload(backend)?, self.b.upload(backend)?, backend.groups(self.groups)?);
+        backend.grouped_wgrad(GroupedWgrad {
+            a: a.operand(),
+            b: b.operand(),
+            shape: self.shape,
+            groups: &groups,
+            dw: WeightGrad { buffers, mode: self.mode }.reborrow(),
+        })
     }
 }

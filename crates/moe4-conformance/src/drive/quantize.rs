@@ -3,7 +3,9 @@
 use super::{Packed, host, poisoned};
 use crate::subject::Subject;
 use half::bf16;
-use moe4::kernels::contract::{self, ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize, QuantizeWeights};
+use moe4::kernels::contract::{
+    self, ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize, QuantizeWeights,
+};
 use moe4::kernels::{Buffer, Error, Memory};
 use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::Rounding;

@@ -73,7 +73,7 @@ impl BiasGrad<'_> {
             prob: B::Memory::view(&prob),
             groups: &groups,
             dprob: B::Memory::view_mut(&mut dprob),
-            db2: B::Memory::view_mut(&mut db2),
+            db2: Some(B::Memory::view_mut(&mut db2)),
         })?;
         Ok((host(b, &dprob)?, host(b, &db2)?))
     }
