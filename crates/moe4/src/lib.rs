@@ -11,10 +11,11 @@
 //! | [`tensor`] | groups of tokens, packed operands, scale layouts |
 //! | [`kernels`] | the contract between operator and hardware, and the CPU backends |
 //! | [`mlp`] | the operator: configuration, plan, forward, backward |
-#![forbid(unsafe_op_in_unsafe_fn)]
+//! | [`routing`] | top-k router, tokens to expert order and back |
 
 pub mod checkpoint;
 pub mod kernels;
 pub mod mlp;
 pub mod numerics;
+pub mod routing;
 pub mod tensor;

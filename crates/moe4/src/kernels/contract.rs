@@ -3,6 +3,7 @@
 //! Every output is written completely by its pass, whatever it held before: rows past `sum(splits)`, padding and
 //! the amax of an empty expert become zero. Symbols: `T` rows, `E` experts, `H` hidden, `F` ffn, `N1` FC1 outputs,
 //! `Tp` padded token positions.
+#![forbid(unsafe_code)]
 
 use super::activation::{Activation, GluLayout};
 use super::error::{Misuse, expect_len};

@@ -1,4 +1,5 @@
 //! What can go wrong: the caller's mistake, something a backend cannot do, or the device itself.
+#![forbid(unsafe_code)]
 
 use super::Capabilities;
 use crate::tensor::GroupsError;

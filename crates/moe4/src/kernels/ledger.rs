@@ -1,4 +1,5 @@
 //! A backend that writes down which passes ran.
+#![forbid(unsafe_code)]
 
 use super::contract::*;
 use super::{Backend, Buffer, Capabilities, Element, Error, View};

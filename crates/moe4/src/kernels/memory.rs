@@ -1,4 +1,5 @@
 //! Where tensors live: owned buffers, borrowed views, and group offsets, for host and device memory alike.
+#![forbid(unsafe_code)]
 
 use crate::tensor::Groups;
 use half::bf16;

@@ -13,6 +13,7 @@ mod ledger;
 mod memory;
 pub mod reference;
 
+pub(crate) use error::expect_len;
 pub use error::{DeviceError, Error, Misuse, Unsupported};
 pub use ledger::{Ledger, PassName};
 pub use memory::{Buffer, Element, Extent, Host, Memory, View, ViewMut};

@@ -9,6 +9,7 @@
 //! [`GroupedMlp::plan`] decides from the configuration and from which gradients are wanted what is quantized, where
 //! each amax comes from and what is saved. Forward and backward follow that plan on any
 //! [`Backend`](crate::kernels::Backend).
+#![forbid(unsafe_code)]
 
 mod backward;
 mod config;

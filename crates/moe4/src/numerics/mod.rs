@@ -3,6 +3,7 @@
 //! Everything here works on single values or on one block of 16, is pure, and depends on nothing but IEEE-754
 //! `f32` arithmetic in the written order (no fused multiply-add, subnormals kept). The larger passes in
 //! [`crate::kernels`] are these functions applied to tensors.
+#![forbid(unsafe_code)]
 
 pub mod bf16;
 pub mod e2m1;

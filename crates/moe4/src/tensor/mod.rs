@@ -1,6 +1,7 @@
 //! Shapes and layouts: tokens grouped by expert, packed 4-bit operands, block-scale layouts.
 //!
 //! Nothing here computes; it says where things lie.
+#![forbid(unsafe_code)]
 
 mod groups;
 mod nvfp4;

@@ -1,6 +1,7 @@
 //! Activations between FC1 and FC2, one file each with its derivative, and the order of gate and up columns.
 //!
 //! They belong to the contract and not to the operator, because the products' epilogues evaluate them.
+#![forbid(unsafe_code)]
 
 mod clamped_qgeglu;
 mod layout;

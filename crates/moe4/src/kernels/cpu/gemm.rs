@@ -1,4 +1,5 @@
 //! Grouped products over blocks of rows, with an epilogue on each block's accumulators while they are warm.
+#![forbid(unsafe_code)]
 
 use super::isa::Isa;
 use super::matrix::{Matrix, pack};

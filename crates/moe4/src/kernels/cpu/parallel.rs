@@ -1,4 +1,5 @@
 //! Cutting tensors into disjoint pieces that threads may write.
+#![forbid(unsafe_code)]
 
 use crate::kernels::Element;
 use crate::tensor::{Groups, RowBlock};

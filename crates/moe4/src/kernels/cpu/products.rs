@@ -1,4 +1,5 @@
 //! The four grouped products: problems for [`super::gemm`], outputs cut into blocks, epilogues.
+#![forbid(unsafe_code)]
 
 use super::amax::{block_amax, block_hadamard_amax};
 use super::epilogue::{self, DactOut, Shape};
@@ -236,12 +237,12 @@ pub(super) fn grouped_wgrad(isa: Isa, pass: GroupedWgrad<'_, Host>) {
 }
 
 /// Blocks of rows of every expert's gradient `[n, k]`; none for an expert whose buffer is to stay as it is.
-fn wgrad_tasks<'a, T>(
-    buffers: Vec<&'a mut [T]>,
+fn wgrad_tasks<T>(
+    buffers: Vec<&mut [T]>,
     n: usize,
     k: usize,
     live: impl Fn(usize) -> bool,
-) -> Vec<Task<&'a mut [T]>> {
+) -> Vec<Task<&mut [T]>> {
     let rows = |first: usize| first..n.min(first + BLOCK_ROWS);
     let mut tasks = vec![];
     for (problem, buffer) in buffers.into_iter().enumerate().filter(|(e, _)| live(*e)) {

@@ -80,9 +80,9 @@ fn quantize_columnwise(
     let scales = columnwise.cast.scales.par_chunks_mut(COLS * (k / BLOCK));
     let (amax, rounding, rht) = (columnwise.cast.amax, columnwise.cast.rounding, columnwise.rht);
     codes.zip(scales).enumerate().for_each(|(chunk, (codes, scales))| {
-        for e in 0..groups.experts() {
+        for (e, &amax) in amax.iter().enumerate() {
             let (rows, padded) = (groups.range(e), groups.padded_range(e));
-            let global = GlobalScale::from_amax(amax[e]);
+            let global = GlobalScale::from_amax(amax);
             for block in 0..padded.len() / BLOCK {
                 let first = rows.start + block * BLOCK;
                 let band = &x[first * cols..rows.end.min(first + BLOCK) * cols];

@@ -1,4 +1,5 @@
 //! Passes over whole rows: permutation and the gradient of FC2's bias.
+#![forbid(unsafe_code)]
 
 use super::parallel::carve;
 use crate::kernels::Error;

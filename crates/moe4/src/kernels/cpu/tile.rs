@@ -3,6 +3,7 @@
 //! The same tile serves both directions. Columnwise blocks run down the rows, so a butterfly is additions of whole
 //! vectors and sixteen blocks are handled at once; rowwise blocks are single vectors. All functions are inlined
 //! into functions compiled for an instruction set.
+#![forbid(unsafe_code)]
 
 use crate::numerics::hadamard::SignMask;
 use crate::numerics::rounding::RandomStream;
@@ -65,10 +66,9 @@ pub(super) fn rht(tile: &mut Tile, mask: SignMask) {
 fn butterfly<const STRIDE: usize>(tile: &mut Tile) {
     for pair in 0..BLOCK / 2 {
         let i = pair / STRIDE * 2 * STRIDE + pair % STRIDE;
-        for lane in 0..BLOCK {
-            let (a, b) = (tile[i][lane], tile[i + STRIDE][lane]);
-            tile[i][lane] = a + b;
-            tile[i + STRIDE][lane] = a - b;
+        let (low, high) = tile.split_at_mut(i + STRIDE);
+        for (a, b) in low[i].iter_mut().zip(&mut high[0]) {
+            (*a, *b) = (*a + *b, *a - *b);
         }
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! Written to be compared with the contract line by line, not to be fast. Quantization gives the exact bytes that
 //! every backend must give; products and activations are the correctly rounded values that others approximate.
+#![forbid(unsafe_code)]
 
 mod products;
 mod quantize;
