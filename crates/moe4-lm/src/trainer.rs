@@ -197,7 +197,7 @@ mod tests {
         let config = RunConfig { model, training: TrainingConfig::default(), data: DataConfig::of(&corpus) };
         let trainer = Trainer::new(&config, &corpus, Precision::Bf16).expect("valid configuration");
         assert_eq!(Some(trainer.model.num_params()), config.model.parameters());
-        assert_eq!(config.model.parameters(), Some(3_495_040));
+        assert_eq!(config.model.parameters(), Some(3_478_656));
     }
 
     #[test]

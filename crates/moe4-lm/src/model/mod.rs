@@ -1,7 +1,7 @@
 //! A byte-level transformer whose feed-forward layers are mixtures of experts.
 //!
 //! ```text
-//! h = embedding[byte] + position[t]
+//! h = embedding[byte]
 //! for each block: h += attention(norm(h)); h += experts(norm(h))
 //! logits = norm(h) . head
 //! ```
@@ -17,9 +17,9 @@ use std::sync::Arc;
 use burn::module::{Module, Param};
 use burn::nn::{Linear, RmsNorm};
 use burn::tensor::activation::log_softmax;
-use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 
-use self::attention::Attention;
+use self::attention::{Attention, distance_bias};
 use self::init::Initializer;
 use self::moe::MixtureOfExperts;
 use crate::Error;
@@ -46,10 +46,10 @@ struct Block {
 #[derive(Module, Debug)]
 pub(crate) struct Transformer {
     embedding: Param<Tensor<2>>,
-    position: Param<Tensor<2>>,
     blocks: Vec<Block>,
     norm: RmsNorm,
     head: Linear,
+    heads: usize,
 }
 
 /// What all layers of one forward pass share.
@@ -72,13 +72,12 @@ pub(crate) struct Losses {
 
 impl Transformer {
     pub(crate) fn new(config: &ModelConfig, operator: &Operator, seed: u64, device: &Device) -> Self {
-        let ModelConfig { layers, hidden, heads, context, .. } = *config;
+        let ModelConfig { layers, hidden, heads, .. } = *config;
         let init = &mut Initializer::new(device, seed);
         // Each block adds two terms to the residual stream; scaled so, their sum keeps unit variance.
         let output_gain = 1.0 / (2.0 * layers as f64).sqrt();
         Self {
             embedding: init.normal([VOCABULARY, hidden], EMBEDDING_STD),
-            position: init.normal([context, hidden], EMBEDDING_STD),
             blocks: (0..layers)
                 .map(|_| Block {
                     attention_norm: init.norm(hidden),
@@ -89,6 +88,7 @@ impl Transformer {
                 .collect(),
             norm: init.norm(hidden),
             head: init.projection(hidden, VOCABULARY, EMBEDDING_STD),
+            heads,
         }
     }
 
@@ -102,14 +102,13 @@ impl Transformer {
         let context = bytes.len() / rows;
         let hidden = self.embedding.dims()[1];
         let device = self.embedding.device();
-        let future = Tensor::<2, Bool>::tril_mask([context, context], 0, &device);
+        let bias = distance_bias(self.heads, context, &device);
 
         let tokens = self.embedding.val().select(0, indices(bytes, &device));
-        let position = self.position.val().narrow(0, 0, context);
-        let mut h = tokens.reshape([rows, context, hidden]) + position.unsqueeze();
+        let mut h = tokens.reshape([rows, context, hidden]);
         let mut balance = Tensor::<1>::zeros([1], &device);
         for (layer, block) in self.blocks.iter().enumerate() {
-            let attended = block.attention.forward(block.attention_norm.forward(h.clone()), future.clone());
+            let attended = block.attention.forward(block.attention_norm.forward(h.clone()), bias.clone());
             h = h + attended;
             let x = block.experts_norm.forward(h.clone()).reshape([rows * context, hidden]);
             let (y, layer_balance) = block.experts.forward(x, pass, layer);
