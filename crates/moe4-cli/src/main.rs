@@ -4,8 +4,10 @@
 
 #![forbid(unsafe_code)]
 
+mod options;
 mod output;
 mod quantize;
+mod replay;
 mod train;
 
 use std::io::Write;
@@ -32,6 +34,8 @@ enum Command {
     Train(train::TrainArgs),
     /// Quantize the 2-D tensors of a safetensors file to NVFP4.
     Quantize(quantize::QuantizeArgs),
+    /// Run the grouped MLP, forward and backward, on captured tensors.
+    Replay(replay::ReplayArgs),
 }
 
 fn main() -> ExitCode {
@@ -42,6 +46,7 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Train(args) => train::run(args),
         Command::Quantize(args) => quantize::run(args),
+        Command::Replay(args) => replay::run(args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

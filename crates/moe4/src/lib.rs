@@ -12,6 +12,7 @@
 //! | [`kernels`] | the contract between operator and hardware, and the CPU backends |
 //! | [`mlp`] | the operator: configuration, plan, forward, backward |
 //! | [`routing`] | top-k router, tokens to expert order and back |
+//! | [`checkpoint`] | tensors in safetensors files, in and out |
 
 pub mod checkpoint;
 pub mod kernels;
@@ -19,3 +20,8 @@ pub mod mlp;
 pub mod numerics;
 pub mod routing;
 pub mod tensor;
+
+/// The README's code, compiled and run with the doc tests.
+#[cfg(all(doctest, feature = "cpu"))]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

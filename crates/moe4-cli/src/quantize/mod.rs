@@ -20,9 +20,10 @@ mod plan;
 mod tests;
 
 use std::path::PathBuf;
-use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use half::{bf16, f16};
 use moe4::checkpoint::{Dtype, TensorFile, TensorWriter};
@@ -30,6 +31,7 @@ use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::RandomStream;
 use moe4::tensor::Tile;
 
+use crate::options::{RhtArg, RoundingArg};
 use crate::output;
 use encode::{Encoded, encode};
 use operand::Operand;
@@ -81,27 +83,6 @@ enum TileArg {
     /// A square (weights).
     #[value(name = "16x16")]
     Square16,
-}
-
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum RoundingArg {
-    Nearest,
-    Stochastic,
-}
-
-/// `off` or a sign mask.
-#[derive(Clone, Copy)]
-struct RhtArg(Option<SignMask>);
-
-impl FromStr for RhtArg {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        if text == "off" {
-            return Ok(Self(None));
-        }
-        text.parse().map(|mask| Self(Some(mask))).map_err(|error| format!("{error}, or 'off'"))
-    }
 }
 
 /// The arguments after defaults and contradictions are settled.
@@ -171,12 +152,16 @@ pub(crate) fn run(args: QuantizeArgs) -> Result<()> {
     let plan = Plan::new(&input, &settings)?;
     let mut writer = TensorWriter::create(&args.output, &plan.outputs(&settings), &settings.metadata())?;
 
+    let interrupted = interrupt_flag()?;
     let progress = output::byte_progress(plan.input_bytes());
     let mut rows = Vec::new();
     for job in &plan.jobs {
         progress.set_message(job.name.clone());
         let values = read_values(&mut input, job)?;
         for group in &job.groups {
+            if interrupted.load(Ordering::Relaxed) {
+                bail!("interrupted at tensor '{}'; nothing was written", job.name);
+            }
             let elements = &values[group.rows.start * job.cols..group.rows.end * job.cols];
             let place = |index: usize| (group.rows.start + index / job.cols.max(1), index % job.cols.max(1));
             let operand = Operand::new(elements, group.rows.len(), job.cols, &settings)
@@ -196,6 +181,14 @@ pub(crate) fn run(args: QuantizeArgs) -> Result<()> {
         text.push_str(&format!("{notice}\n"));
     }
     output::print(&text)
+}
+
+/// Becomes true with Ctrl-C, which would otherwise leave the temporary file behind.
+fn interrupt_flag() -> Result<Arc<AtomicBool>> {
+    let flag = Arc::new(AtomicBool::new(false));
+    let setter = Arc::clone(&flag);
+    ctrlc::set_handler(move || setter.store(true, Ordering::Relaxed)).context("cannot listen for Ctrl-C")?;
+    Ok(flag)
 }
 
 /// A tensor as `f32`, which holds every F16 and BF16 value exactly.

@@ -65,7 +65,10 @@ pub(crate) struct Run {
 
 impl Run {
     pub(crate) fn new(command: &mut Command) -> Self {
-        let Output { status, stdout, stderr } = command.output().expect("moe4 starts");
+        Self::of(command.output().expect("moe4 starts"))
+    }
+
+    pub(crate) fn of(Output { status, stdout, stderr }: Output) -> Self {
         let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("UTF-8 output");
         Self { code: status.code(), stdout: text(stdout), stderr: text(stderr) }
     }

@@ -2,3 +2,5 @@
 
 mod common;
 mod quantize;
+mod readme;
+mod replay;

@@ -1,10 +1,11 @@
 //! `moe4 quantize`: golden bytes, what is printed, and every kind of bad input.
 
 use std::fs;
+use std::process::Stdio;
 
 use crate::common::{Run, Workspace, golden};
 use half::{bf16, f16};
-use moe4::checkpoint::{Dtype, TensorFile};
+use moe4::checkpoint::{Dtype, TensorFile, TensorSpec, TensorWriter};
 
 /// Files of the golden data whose names start with `prefix`, by name.
 fn golden_files(prefix: &str) -> Vec<String> {
@@ -314,6 +315,27 @@ fn a_disk_that_fills_up_leaves_no_file() {
     Run::new(&mut shell).fails_with(&["cannot write out"]);
     assert_eq!(space.files(), ["out", "x.safetensors"]);
     assert_eq!(fs::read(space.path("out")).unwrap(), b"what was there before");
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_leaves_no_file() {
+    let space = Workspace::new();
+    let x = vec![bf16::ONE; 512 * 512];
+    let names: Vec<String> = (0..200).map(|index| format!("w{index}")).collect();
+    let specs: Vec<_> = names.iter().map(|name| TensorSpec::new(name, Dtype::BF16, &[512, 512])).collect();
+    let mut writer = TensorWriter::create(space.path("in"), &specs, &[]).unwrap();
+    names.iter().for_each(|name| writer.write(name, &x).unwrap());
+    writer.finish().unwrap();
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_moe4"));
+    command.args(["quantize", "in", "-o", "out"]).current_dir(space.path("")).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    // As soon as there is a temporary file.
+    while space.files().len() < 2 && child.try_wait().unwrap().is_none() {}
+    let killed = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status();
+    assert!(killed.unwrap().success());
+    Run::of(child.wait_with_output().unwrap()).fails_with(&["interrupted at tensor", "nothing was written"]);
+    assert_eq!(space.files(), ["in"]);
 }
 
 #[test]

@@ -218,8 +218,8 @@ fn header(slots: &[Slot], metadata: &[(&str, String)]) -> String {
 
 fn temporary_beside(target: &Path) -> io::Result<NamedTempFile> {
     let mut builder = tempfile::Builder::new();
-    let prefix = format!(".{}.", target.file_name().unwrap_or_default().to_string_lossy());
-    builder.prefix(&prefix).suffix(".tmp");
+    // A short name: the target's own may already be as long as the system allows.
+    builder.prefix(".moe4-").suffix(".tmp");
     // Temporary files are private by default; the finished one is as readable as any new file.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));

@@ -1,0 +1,97 @@
+//! The list of checks.
+
+mod defects_activation;
+mod defects_products;
+mod defects_quantize;
+mod defects_rounding;
+mod golden_mlp;
+mod golden_mlp_end_to_end;
+mod golden_mlp_stages;
+mod golden_other;
+mod golden_quantize;
+mod invariants;
+mod properties;
+mod rows;
+
+use crate::report::Outcome;
+use crate::subject::Subject;
+
+/// A named check of a backend.
+#[derive(Clone, Copy, Debug)]
+pub struct Check<B> {
+    /// Its name, which says what must hold.
+    pub name: &'static str,
+    /// What it does.
+    pub run: fn(&B) -> Outcome,
+}
+
+/// Every check, in the order in which a new backend would want to pass them.
+pub fn all<B: Subject>() -> Vec<Check<B>> {
+    fn check<B>(name: &'static str, run: fn(&B) -> Outcome) -> Check<B> {
+        Check { name, run }
+    }
+    vec![
+        check("golden/q1d_row", golden_quantize::q1d_row),
+        check("golden/q1d_sweep and q1d_ordertie", golden_quantize::q1d_sweep_and_ordertie),
+        check("golden/q1d_rowcol", golden_quantize::q1d_rowcol),
+        check("golden/q1d_rht and q1d_rht_nosign", golden_quantize::q1d_rht),
+        check("golden/q2d", golden_quantize::q2d),
+        check("golden/group", golden_quantize::group),
+        check("golden/f32 numerics", golden_quantize::f32_numerics),
+        check("golden/edge", golden_other::edge),
+        check("golden/sr", golden_other::sr),
+        check("golden/swizzle", golden_other::swizzle),
+        check("golden/gemm", golden_other::gemm),
+        check("golden/mlp, stage: x h dy dc quantized", golden_mlp_stages::quantize),
+        check("golden/mlp, stage: w1 w2 quantized", golden_mlp_stages::weights),
+        check("golden/mlp, stage: c h", golden_mlp_stages::gemm_act),
+        check("golden/mlp, stage: y dx", golden_mlp_stages::gemm),
+        check("golden/mlp, stage: dh dc dprob", golden_mlp_stages::gemm_dact),
+        check("golden/mlp, stage: dw1 dw2", golden_mlp_stages::wgrad),
+        check(
+            "golden/mlp, dgrad is fprop of the transpose",
+            golden_mlp_stages::dgrad_is_fprop_of_the_transpose,
+        ),
+        check("golden/mlp, end to end", golden_mlp_end_to_end::operator),
+        check("invariant 1/bytes of amax and quantize passes", properties::quantize),
+        check("invariant 1/bytes of weights", properties::weights),
+        check("invariant 2/recompute on equals off", invariants::recompute),
+        check("invariant 3/epilogue amaxes equal their pass", invariants::epilogue_amaxes),
+        check("invariant 4/two runs are equal", invariants::two_runs),
+        check("invariant 5/experts alone equal grouped", invariants::experts_alone),
+        check("invariant 6/rows of nobody", invariants::rows_of_nobody),
+        check("invariant 7/empty expert", invariants::empty_expert),
+        check("defect 1/zero blocks", defects_quantize::zero_blocks),
+        check("defect 2/scale underflow", defects_quantize::scale_underflow),
+        check("defect 3/reciprocals", defects_quantize::reciprocals),
+        check("defect 4/large inputs", defects_quantize::large_inputs),
+        check("defect 5/negation", defects_quantize::negation),
+        check("defect 6/scale midpoints", defects_quantize::scale_midpoints),
+        check("defect 7/padding", defects_quantize::padding),
+        check("defect 8/odd shapes", defects_quantize::odd_shapes),
+        check("defect 9/large offsets", defects_quantize::large_offsets),
+        check("defect 10/E2M1 edges and non-finite blocks", defects_quantize::e2m1_edges),
+        check("defect 11/amax of the signed transform", defects_rounding::signed_amax),
+        check("defect 12/amax after RHT is bounded", defects_rounding::amax_bound),
+        check("defect 13/order of additions in the RHT", defects_rounding::addition_order),
+        check("defect 14/stochastic rounding is unbiased", defects_rounding::unbiased),
+        check("defect 15/random bytes of each element", defects_rounding::random_bytes),
+        check("defect 15/streams of the operator", defects_rounding::operator_streams),
+        check("defect 16/reported splits", defects_products::reported_splits),
+        check("defect 17/accumulation", defects_products::accumulation),
+        check("defect 18/all splits zero", defects_products::all_empty),
+        check("defect 19/boundaries inside a tile", defects_products::boundaries),
+        check("defect 20/weights in one tensor or apart", defects_products::weights_apart),
+        check("defect 21/batches of growing size", defects_products::growing_batches),
+        check("defect 22/gradients at clamps", defects_activation::clamp_gradient),
+        check("defect 23/activation parameters", defects_activation::parameters),
+        check("defect 24/clamps act", defects_activation::clamp_acts),
+        check("property/amax of ragged groups", defects_rounding::plain_amax),
+        check("property/products", properties::gemm),
+        check("property/epilogues", properties::epilogues),
+        check("property/weight gradients", properties::wgrad),
+        check("property/bias gradients", defects_products::bias_grad),
+        check("property/permutation round trip", rows::round_trip),
+        check("property/weighted unpermutation", rows::weighted),
+    ]
+}

@@ -1,0 +1,299 @@
+//! Properties over random shapes, splits, values, scales and masks. A failure shrinks to a small example.
+
+use crate::compare::{bf16_bits, bytes, f32_bits};
+use crate::data::{self, Kind};
+use crate::drive::{
+    Bias, Cast, Gemm, GemmAct, GemmDact, Grads, Packed, Quantize, Side, Wgrad, amax, hadamard_amax,
+    quantize_weights,
+};
+use crate::judge;
+use crate::report::{Failure, Outcome};
+use crate::subject::Subject;
+use half::bf16;
+use moe4::kernels::activation::{Activation, ClampedQgeglu, GluLayout, SituGlu, TanhSrelu};
+use moe4::kernels::contract::{self, GradMode, WeightShape};
+use moe4::kernels::reference::Reference;
+use moe4::numerics::hadamard::SignMask;
+use moe4::numerics::rounding::{RandomStream, Rounding};
+use moe4::tensor::Groups;
+use proptest::prelude::*;
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+
+/// Runs `check` on `cases` examples, the same ones every time.
+fn for_all<S: Strategy>(cases: u32, strategy: S, check: impl Fn(S::Value) -> Outcome) -> Outcome {
+    let config = Config { cases, failure_persistence: None, ..Config::default() };
+    let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
+    let mut runner = TestRunner::new_with_rng(config, rng);
+    let run = |value| check(value).map_err(|failure| TestCaseError::fail(failure.to_string()));
+    runner.run(&strategy, run).map_err(|e| Failure::new(e.to_string()))
+}
+
+fn any_mask() -> impl Strategy<Value = Option<SignMask>> {
+    prop_oneof![
+        Just(None),
+        Just(Some(SignMask::DEFAULT)),
+        Just(Some(SignMask::NONE)),
+        any::<u16>().prop_map(|m| Some(SignMask(m)))
+    ]
+}
+
+fn any_rounding() -> impl Strategy<Value = Rounding> {
+    prop_oneof![
+        Just(Rounding::Nearest),
+        (any::<u64>(), any::<u64>())
+            .prop_map(|(seed, stream)| Rounding::Stochastic(RandomStream { seed, stream })),
+    ]
+}
+
+/// Groups with `extra` rows of nobody, and a tensor that is NaN there.
+fn grouped((splits, extra): (Vec<usize>, usize), cols: usize, kind: Kind, seed: u64) -> (Groups, Vec<bf16>) {
+    let live: usize = splits.iter().sum();
+    let groups = Groups::new(&splits, live + extra).expect("the sum fits");
+    let mut x = data::tensor(kind, (live + extra) * cols, seed);
+    x[live * cols..].fill(bf16::NAN);
+    (groups, x)
+}
+
+fn same_packed(name: &str, expected: &Packed, got: &Packed, k: usize) -> Outcome {
+    let rows = 2 * expected.codes.len() / k.max(1);
+    f32_bits(&format!("{name} amax"), &[expected.amax.len()], &expected.amax, &got.amax)?;
+    bytes(&format!("{name} scales"), &[rows, k / 16], &expected.scales, &got.scales)?;
+    bytes(&format!("{name} packed codes"), &[rows, k / 2], &expected.codes, &got.codes)
+}
+
+/// The first invariant: amax and quantize passes give the bytes of the reference, whatever the input.
+pub(super) fn quantize<B: Subject>(b: &B) -> Outcome {
+    let damage = prop_oneof![4 => Just(None), 1 => any::<u16>().prop_map(Some)];
+    let strategy = (
+        data::any_splits(),
+        1usize..8,
+        data::any_kind(),
+        any::<u64>(),
+        any_mask(),
+        (any_rounding(), any_rounding()),
+        damage,
+    );
+    for_all(192, strategy, |(splits, blocks, kind, seed, mask, rounding, damage)| {
+        let cols = 16 * blocks;
+        let (groups, mut x) = grouped(splits, cols, kind, seed);
+        if let (Some(at), false) = (damage, x.is_empty()) {
+            let n = x.len();
+            x[at as usize % n] = if at % 2 == 0 { bf16::NEG_INFINITY } else { bf16::NAN };
+        }
+        let amaxes = |b: &dyn Fn(SignMask) -> Result<(Vec<f32>, Vec<f32>), Failure>| match mask {
+            Some(mask) => b(mask),
+            None => b(SignMask::DEFAULT).map(|(before, _)| (before.clone(), before)),
+        };
+        let expected = amaxes(&|m| Ok(hadamard_amax(&Reference, &x, cols, &groups, m)?))?;
+        let got = amaxes(&|m| Ok(hadamard_amax(b, &x, cols, &groups, m)?))?;
+        let experts = [groups.experts()];
+        f32_bits("amax", &experts, &expected.0, &got.0)?;
+        f32_bits("amax after RHT", &experts, &expected.1, &got.1)?;
+        f32_bits("amax by the plain pass", &experts, &expected.0, &amax(b, &x, cols, &groups)?)?;
+        let cast = |amax: &[f32], rounding| Cast { amax: amax.to_vec(), rounding };
+        let both = Quantize {
+            x: &x,
+            cols,
+            groups: &groups,
+            rowwise: Some(cast(&expected.0, rounding.0)),
+            columnwise: Some((mask, cast(&expected.1, rounding.1))),
+        };
+        let row_only = Quantize { columnwise: None, ..both.clone() };
+        let col_only = Quantize { rowwise: None, ..both.clone() };
+        for case in [both, row_only, col_only] {
+            let ((row, col), (got_row, got_col)) = (case.run(&Reference)?, case.run(b)?);
+            if let (Some(expected), Some(got)) = (row, got_row) {
+                same_packed("rowwise", &expected, &got, cols)?;
+            }
+            if let (Some(expected), Some(got)) = (col, got_col) {
+                same_packed("columnwise", &expected, &got, groups.padded_rows())?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// The same for weights.
+pub(super) fn weights<B: Subject>(b: &B) -> Outcome {
+    let strategy = (1usize..4, 1usize..6, 1usize..6, data::any_kind(), any::<u64>(), any::<bool>());
+    for_all(96, strategy, |(experts, n, k, kind, seed, damaged)| {
+        let shape = WeightShape { n: 16 * n, k: 16 * k };
+        let mut w = data::tensor(kind, experts * shape.n * shape.k, seed);
+        if damaged {
+            let at = seed as usize % w.len();
+            w[at] = bf16::INFINITY;
+        }
+        let (expected, got) =
+            (quantize_weights(&Reference, &w, experts, shape)?, quantize_weights(b, &w, experts, shape)?);
+        same_packed("weights", &expected, &got, shape.k)
+    })
+}
+
+/// An operand of a product, made by the reference.
+fn operand(
+    x: &[bf16],
+    cols: usize,
+    groups: &Groups,
+    quantized: bool,
+    columnwise: bool,
+) -> Result<Side, Failure> {
+    if !quantized {
+        return Ok(Side::Bf16(x.to_vec()));
+    }
+    let (before, after) = hadamard_amax(&Reference, x, cols, groups, SignMask::DEFAULT)?;
+    let case = Quantize {
+        x,
+        cols,
+        groups,
+        rowwise: (!columnwise).then(|| Cast::nearest(&before)),
+        columnwise: columnwise.then(|| (Some(SignMask::DEFAULT), Cast::nearest(&after))),
+    };
+    let (row, col) = case.run(&Reference)?;
+    row.or(col).map(Side::Nvfp4).ok_or_else(|| Failure::new("no copy was asked for"))
+}
+
+fn weight(experts: usize, shape: WeightShape, quantized: bool, seed: u64) -> Result<Side, Failure> {
+    let w = data::normal(experts * shape.n * shape.k, 0.5, seed);
+    Ok(match quantized {
+        true => Side::Nvfp4(quantize_weights(&Reference, &w, experts, shape)?),
+        false => Side::Bf16(w),
+    })
+}
+
+fn product_kind() -> impl Strategy<Value = Kind> {
+    prop_oneof![
+        Just(Kind::Normal),
+        Just(Kind::Outlier),
+        Just(Kind::Ties),
+        Just(Kind::Sparse),
+        Just(Kind::Zeros)
+    ]
+}
+
+/// Plain products, both sides of a weight, both precisions, with and without biases: each element within its bound,
+/// each expert as if alone.
+pub(super) fn gemm<B: Subject>(b: &B) -> Outcome {
+    let strategy = (
+        data::any_splits(),
+        (1usize..7, 1usize..7),
+        product_kind(),
+        any::<u64>(),
+        (any::<bool>(), any::<bool>()),
+        0..3,
+    );
+    for_all(96, strategy, |(splits, (n, k), kind, seed, (quantized, dgrad), bias)| {
+        let shape = WeightShape { n: 16 * n, k: 16 * k };
+        let side = if dgrad { contract::Side::Dgrad } else { contract::Side::Fprop };
+        let (cols, contraction) = side.dims(shape);
+        let (groups, x) = grouped(splits, contraction, kind, seed);
+        let a = operand(&x, contraction, &groups, quantized, false)?;
+        let w = weight(groups.experts(), shape, quantized, seed ^ 1)?;
+        let values = data::normal_f32(groups.experts() * cols, seed ^ 2);
+        let mut prob = data::probabilities(groups.rows(), seed ^ 3);
+        prob[groups.live_rows()..].fill(f32::NAN);
+        let bias = (bias > 0).then_some(Bias { bias: &values, prob: (bias > 1).then_some(&prob[..]) });
+        let case = Gemm { a: &a, w: &w, shape, side, groups: &groups, bias };
+        judge::gemm(&case, &case.run(b)?)
+    })
+}
+
+fn any_activation() -> impl Strategy<Value = Activation> {
+    (0..5usize, 0.5f32..20.0, 0.5f32..20.0, 0.3f32..3.0).prop_map(|(which, a, b, c)| match which {
+        0 => Activation::SWIGLU,
+        1 => Activation::SRELU,
+        2 => Activation::TanhSrelu(TanhSrelu { s: a }),
+        3 => Activation::SituGlu(SituGlu { beta1: a, beta2: b }),
+        _ => Activation::ClampedQgeglu(ClampedQgeglu { limit: a, alpha: b.min(4.0), offset: c }),
+    })
+}
+
+fn any_layout() -> impl Strategy<Value = GluLayout> {
+    proptest::sample::select(&GluLayout::ALL[..])
+}
+
+fn fitting_ffn(activation: Activation, layout: GluLayout, blocks: usize) -> usize {
+    let unit = if layout.check(&activation, 16).is_ok() { 16 } else { 32 };
+    unit * blocks
+}
+
+/// FC1 and FC2's dgrad with their epilogues: every output within its bound, amaxes exact, `h` written again with the
+/// same bits.
+pub(super) fn epilogues<B: Subject>(b: &B) -> Outcome {
+    let strategy = (
+        data::any_splits(),
+        (1usize..5, 1usize..4),
+        (any_activation(), any_layout()),
+        (product_kind(), any::<u64>(), any::<u16>()),
+        (any::<bool>(), any::<bool>()),
+    );
+    for_all(96, strategy, |(splits, (hidden, blocks), (activation, layout), (kind, seed, mask), flags)| {
+        let (quantized, biased) = flags;
+        let (hidden, ffn, mask) = (16 * hidden, fitting_ffn(activation, layout, blocks), SignMask(mask));
+        let n1 = activation.fc1_rows(ffn);
+        let (groups, x) = grouped(splits.clone(), hidden, kind, seed);
+        let (_, dy) = grouped(splits, hidden, Kind::Normal, seed ^ 1);
+        let mut prob = data::probabilities(groups.rows(), seed ^ 2);
+        prob[groups.live_rows()..].fill(f32::NAN);
+        let experts = groups.experts();
+        let b1 = data::normal_f32(experts * n1, seed ^ 3);
+        let act = GemmAct {
+            x: &operand(&x, hidden, &groups, quantized, false)?,
+            w1: &weight(experts, WeightShape { n: n1, k: hidden }, quantized, seed ^ 4)?,
+            b1: biased.then_some(&b1[..]),
+            hidden,
+            ffn,
+            activation,
+            layout,
+            prob: &prob,
+            groups: &groups,
+            amax: Some(mask),
+        };
+        let forward = act.run(b)?;
+        judge::gemm_act(&act, &forward)?;
+        let mut c = forward.c.clone();
+        c[groups.live_rows() * n1..].fill(bf16::NAN);
+        let dact = GemmDact {
+            dy: &operand(&dy, hidden, &groups, quantized, false)?,
+            w2: &weight(experts, WeightShape { n: hidden, k: ffn }, quantized, seed ^ 5)?,
+            hidden,
+            ffn,
+            activation,
+            layout,
+            c: &c,
+            prob: &prob,
+            groups: &groups,
+            extras: Some(mask),
+        };
+        let backward = dact.run(b)?;
+        judge::gemm_dact(&dact, &backward)?;
+        let again = backward.extras.ok_or_else(|| Failure::new("h was asked for"))?.h;
+        bf16_bits("h written again", &[groups.rows(), ffn], &forward.h, &again)
+    })
+}
+
+/// Weight gradients: both precisions, overwritten and accumulated, FP32 and BF16.
+pub(super) fn wgrad<B: Subject>(b: &B) -> Outcome {
+    let strategy = (
+        data::any_splits(),
+        (1usize..5, 1usize..5),
+        (product_kind(), any::<u64>()),
+        (any::<bool>(), any::<bool>(), any::<bool>()),
+    );
+    for_all(96, strategy, |(splits, (n, k), (kind, seed), (quantized, accumulate, narrow))| {
+        let shape = WeightShape { n: 16 * n, k: 16 * k };
+        let (groups, dy) = grouped(splits.clone(), shape.n, kind, seed);
+        let (_, x) = grouped(splits, shape.k, Kind::Normal, seed ^ 1);
+        let a = operand(&dy, shape.n, &groups, quantized, true)?;
+        let input = operand(&x, shape.k, &groups, quantized, true)?;
+        let mode = if accumulate { GradMode::Accumulate } else { GradMode::Overwrite };
+        let len = groups.experts() * shape.n * shape.k;
+        let before = match (accumulate, narrow) {
+            (false, false) => Grads::F32(vec![f32::NAN; len]),
+            (false, true) => Grads::Bf16(vec![bf16::NAN; len]),
+            (true, false) => Grads::F32(data::normal_f32(len, seed ^ 2)),
+            (true, true) => Grads::Bf16(data::normal(len, 1.0, seed ^ 2)),
+        };
+        let case = Wgrad { a: &a, b: &input, shape, groups: &groups, mode, before };
+        judge::wgrad(&case, &case.run(b)?)
+    })
+}

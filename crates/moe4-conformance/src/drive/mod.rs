@@ -1,0 +1,94 @@
+//! Passes with host data in and host data out.
+//!
+//! A struct here has the name of its pass and holds the inputs; `run` uploads them, hands the backend outputs filled
+//! with poison (bytes 0xAA, NaN), and downloads what it wrote. Whatever a pass forgets to write is thus seen.
+
+mod operator;
+mod products;
+mod quantize;
+mod rows;
+
+pub use operator::{Step, StepOut};
+pub use products::{Bias, Gemm, GemmAct, GemmActOut, GemmDact, GemmDactExtras, GemmDactOut, Grads, Wgrad};
+pub use quantize::{Cast, Quantize, amax, hadamard_amax, quantize_weights};
+pub use rows::{BiasGrad, permute, unpermute};
+
+use crate::subject::Subject;
+use half::bf16;
+use moe4::kernels::contract::{Operand, WeightOperand};
+use moe4::kernels::{Backend, Buffer, Element, Error, Memory, View};
+use moe4::tensor::Nvfp4;
+
+/// A quantized operand on the host.
+pub type Packed = Nvfp4<Vec<u8>, Vec<f32>>;
+
+/// What outputs hold before a pass.
+pub trait Poison: Element {
+    /// A value that no correct pass leaves behind.
+    const POISON: Self;
+}
+
+impl Poison for u8 {
+    const POISON: u8 = 0xAA;
+}
+impl Poison for f32 {
+    const POISON: f32 = f32::NAN;
+}
+impl Poison for bf16 {
+    const POISON: bf16 = bf16::NAN;
+}
+
+fn poisoned<B: Subject, T: Poison>(b: &B, len: usize) -> Result<Buffer<B::Memory, T>, Error> {
+    b.upload(&vec![T::POISON; len])
+}
+
+fn host<B: Backend, T: Element>(b: &B, buffer: &Buffer<B::Memory, T>) -> Result<Vec<T>, Error> {
+    b.download(B::Memory::view(buffer))
+}
+
+/// One side of a product on the host.
+#[derive(Clone, Debug)]
+pub enum Side {
+    /// Unquantized.
+    Bf16(Vec<bf16>),
+    /// Quantized.
+    Nvfp4(Packed),
+}
+
+enum Uploaded<M: Memory> {
+    Bf16(Buffer<M, bf16>),
+    Nvfp4(Nvfp4<Buffer<M, u8>, Buffer<M, f32>>),
+}
+
+impl Side {
+    fn upload<B: Subject>(&self, b: &B) -> Result<Uploaded<B::Memory>, Error> {
+        Ok(match self {
+            Side::Bf16(x) => Uploaded::Bf16(b.upload(x)?),
+            Side::Nvfp4(q) => Uploaded::Nvfp4(Nvfp4 {
+                codes: b.upload(&q.codes)?,
+                scales: b.upload(&q.scales)?,
+                amax: b.upload(&q.amax)?,
+            }),
+        })
+    }
+}
+
+impl<M: Memory> Uploaded<M> {
+    fn packed(q: &Nvfp4<Buffer<M, u8>, Buffer<M, f32>>) -> Nvfp4<View<'_, M, u8>, View<'_, M, f32>> {
+        Nvfp4 { codes: M::view(&q.codes), scales: M::view(&q.scales), amax: M::view(&q.amax) }
+    }
+
+    fn operand(&self) -> Operand<'_, M> {
+        match self {
+            Uploaded::Bf16(x) => Operand::Bf16(M::view(x)),
+            Uploaded::Nvfp4(q) => Operand::Nvfp4(Self::packed(q)),
+        }
+    }
+
+    fn weights(&self, experts: usize) -> WeightOperand<'_, M> {
+        match self {
+            Uploaded::Bf16(x) => WeightOperand::Bf16(M::split(M::view(x), experts)),
+            Uploaded::Nvfp4(q) => WeightOperand::Nvfp4(Self::packed(q)),
+        }
+    }
+}

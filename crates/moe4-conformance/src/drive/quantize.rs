@@ -1,0 +1,154 @@
+//! Amax and quantization passes.
+
+use super::{Packed, host, poisoned};
+use crate::subject::Subject;
+use half::bf16;
+use moe4::kernels::contract::{
+    self, ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize, QuantizeWeights,
+};
+use moe4::kernels::{Buffer, Error, Memory};
+use moe4::numerics::hadamard::SignMask;
+use moe4::numerics::rounding::Rounding;
+use moe4::tensor::{Groups, Nvfp4, OperandShape};
+
+/// `[E]` amaxes by `group_amax`.
+pub fn amax<B: Subject>(b: &B, x: &[bf16], cols: usize, groups: &Groups) -> Result<Vec<f32>, Error> {
+    let (x, on_device) = (b.upload(x)?, b.groups(groups)?);
+    let mut out = poisoned::<B, f32>(b, groups.experts())?;
+    let pass =
+        GroupAmax { x: B::Memory::view(&x), cols, groups: &on_device, amax: B::Memory::view_mut(&mut out) };
+    b.group_amax(pass)?;
+    host(b, &out)
+}
+
+/// `[E]` amaxes before and after the transform by `group_hadamard_amax`.
+pub fn hadamard_amax<B: Subject>(
+    b: &B,
+    x: &[bf16],
+    cols: usize,
+    groups: &Groups,
+    sign_mask: SignMask,
+) -> Result<(Vec<f32>, Vec<f32>), Error> {
+    let (x, on_device) = (b.upload(x)?, b.groups(groups)?);
+    let mut amax = poisoned::<B, f32>(b, groups.experts())?;
+    let mut amax_rht = poisoned::<B, f32>(b, groups.experts())?;
+    b.group_hadamard_amax(GroupHadamardAmax {
+        x: B::Memory::view(&x),
+        cols,
+        groups: &on_device,
+        sign_mask,
+        amax: B::Memory::view_mut(&mut amax),
+        amax_rht: B::Memory::view_mut(&mut amax_rht),
+    })?;
+    Ok((host(b, &amax)?, host(b, &amax_rht)?))
+}
+
+/// How one copy is made.
+#[derive(Clone, Debug)]
+pub struct Cast {
+    /// `[E]`.
+    pub amax: Vec<f32>,
+    /// Rounding of the elements.
+    pub rounding: Rounding,
+}
+
+impl Cast {
+    /// To nearest.
+    pub fn nearest(amax: &[f32]) -> Self {
+        Self { amax: amax.to_vec(), rounding: Rounding::Nearest }
+    }
+}
+
+/// `group_quantize`.
+#[derive(Clone, Debug)]
+pub struct Quantize<'a> {
+    /// `[T, cols]`.
+    pub x: &'a [bf16],
+    /// Columns.
+    pub cols: usize,
+    /// Rows of each expert.
+    pub groups: &'a Groups,
+    /// The rowwise copy.
+    pub rowwise: Option<Cast>,
+    /// The columnwise copy, with its transform.
+    pub columnwise: Option<(Option<SignMask>, Cast)>,
+}
+
+struct Output<M: Memory> {
+    amax: Buffer<M, f32>,
+    codes: Buffer<M, u8>,
+    scales: Buffer<M, u8>,
+}
+
+impl<M: Memory> Output<M> {
+    fn new<B: Subject<Memory = M>>(b: &B, cast: &Cast, shape: OperandShape) -> Result<Self, Error> {
+        Ok(Self {
+            amax: b.upload(&cast.amax)?,
+            codes: poisoned(b, shape.code_bytes())?,
+            scales: poisoned(b, shape.scale_bytes())?,
+        })
+    }
+
+    fn cast(&mut self, rounding: Rounding) -> contract::Cast<'_, M> {
+        contract::Cast {
+            amax: M::view(&self.amax),
+            rounding,
+            codes: M::view_mut(&mut self.codes),
+            scales: M::view_mut(&mut self.scales),
+        }
+    }
+
+    fn download<B: Subject<Memory = M>>(&self, b: &B) -> Result<Packed, Error> {
+        Ok(Nvfp4 { codes: host(b, &self.codes)?, scales: host(b, &self.scales)?, amax: host(b, &self.amax)? })
+    }
+}
+
+impl Quantize<'_> {
+    /// The rowwise and the columnwise copy, as asked for.
+    pub fn run<B: Subject>(&self, b: &B) -> Result<(Option<Packed>, Option<Packed>), Error> {
+        let Quantize { x, cols, groups, rowwise, columnwise } = self;
+        let (x, on_device) = (b.upload(x)?, b.groups(groups)?);
+        let output = |cast, shape| Output::new(b, cast, shape);
+        let rowwise_shape = OperandShape::rowwise(groups, *cols);
+        let columnwise_shape = OperandShape::columnwise(groups, *cols);
+        let mut row = rowwise.as_ref().map(|c| output(c, rowwise_shape)).transpose()?;
+        let mut col = columnwise.as_ref().map(|(_, c)| output(c, columnwise_shape)).transpose()?;
+        b.group_quantize(GroupQuantize {
+            x: B::Memory::view(&x),
+            cols: *cols,
+            groups: &on_device,
+            rowwise: row.as_mut().zip(rowwise.as_ref()).map(|(out, c)| out.cast(c.rounding)),
+            columnwise: col
+                .as_mut()
+                .zip(columnwise.as_ref())
+                .map(|(out, (rht, c))| ColumnwiseCast { rht: *rht, cast: out.cast(c.rounding) }),
+        })?;
+        let row = row.map(|out| out.download(b)).transpose()?;
+        Ok((row, col.map(|out| out.download(b)).transpose()?))
+    }
+}
+
+/// `quantize_weights` of `[E, n, k]`.
+pub fn quantize_weights<B: Subject>(
+    b: &B,
+    w: &[bf16],
+    experts: usize,
+    shape: contract::WeightShape,
+) -> Result<Packed, Error> {
+    let contract::WeightShape { n, k } = shape;
+    let w = b.upload(w)?;
+    let operand = OperandShape { rows: experts * n, k };
+    let mut out = Output {
+        amax: poisoned::<B, f32>(b, experts)?,
+        codes: poisoned(b, operand.code_bytes())?,
+        scales: poisoned(b, operand.scale_bytes())?,
+    };
+    b.quantize_weights(QuantizeWeights {
+        w: B::Memory::split(B::Memory::view(&w), experts),
+        shape,
+        codes: B::Memory::view_mut(&mut out.codes),
+        scales: B::Memory::view_mut(&mut out.scales),
+        amax: B::Memory::view_mut(&mut out.amax),
+    })?;
+    out.download(b)
+}
