@@ -137,23 +137,27 @@ fn forward(
 
 #[cfg(test)]
 mod tests {
-    use burn::tensor::{Device, Distribution, TensorData, activation::silu};
+    use burn::tensor::{Device, TensorData, activation::silu};
     use half::bf16;
+    use rand::Rng;
 
     use super::*;
     use crate::config::{ModelConfig, Precision};
     use crate::model::values;
+    use crate::rng::{Stream, rng};
 
     const TOKENS: usize = 24;
     const EXPERTS: usize = 4;
     const HIDDEN: usize = 32;
     const FFN: usize = 48;
 
-    /// Random values that BF16 holds exactly, on an autodiff device.
-    fn random<const D: usize>(shape: [usize; D], scale: f64) -> Tensor<D> {
-        let tensor = Tensor::<D>::random(shape, Distribution::Normal(0.0, scale), &Device::flex());
-        let rounded: Vec<f32> = values(tensor).into_iter().map(|v| bf16::from_f32(v).to_f32()).collect();
-        Tensor::from_data(TensorData::new(rounded, shape), &Device::flex().autodiff()).require_grad()
+    /// Random values that BF16 holds exactly, uniform with the given bound, on an autodiff device.
+    fn random<const D: usize>(stream: u64, shape: [usize; D], bound: f32) -> Tensor<D> {
+        let mut rng = rng(0, Stream::Parameters, stream);
+        let values: Vec<f32> = (0..shape.iter().product())
+            .map(|_| bf16::from_f32(rng.random_range(-bound..bound)).to_f32())
+            .collect();
+        Tensor::from_data(TensorData::new(values, shape), &Device::flex().autodiff()).require_grad()
     }
 
     /// The same layer in FP32, every expert on every token, the unused results weighted with zero.
@@ -178,11 +182,11 @@ mod tests {
     fn output_and_all_four_gradients_agree_with_a_dense_computation() {
         let config = ModelConfig { experts: EXPERTS, hidden: HIDDEN, ffn: FFN, ..ModelConfig::default() };
         let operator = Arc::new(Operator::new(&config, Precision::Bf16, false).expect("valid shape"));
-        let x = random([TOKENS, HIDDEN], 1.0);
-        let w1 = random([EXPERTS, 2 * FFN, HIDDEN], 0.2);
-        let w2 = random([EXPERTS, HIDDEN, FFN], 0.2);
-        let gates = random([TOKENS * 2], 0.5);
-        let dy = random([TOKENS, HIDDEN], 1.0).detach();
+        let x = random(0, [TOKENS, HIDDEN], 1.0);
+        let w1 = random(1, [EXPERTS, 2 * FFN, HIDDEN], 0.3);
+        let w2 = random(2, [EXPERTS, HIDDEN, FFN], 0.3);
+        let gates = random(3, [TOKENS * 2], 1.0);
+        let dy = random(4, [TOKENS, HIDDEN], 1.0).detach();
         // Two choices a token; expert 3 gets no token.
         let chosen: Vec<u32> =
             (0..TOKENS as u32).flat_map(|token| [token % 3, (token + 1 + token / 12) % 3]).collect();
