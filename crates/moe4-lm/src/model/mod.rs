@@ -25,8 +25,8 @@ use self::moe::MixtureOfExperts;
 use crate::Error;
 use crate::config::{ModelConfig, VOCABULARY};
 use crate::data::Batch;
-use crate::experts::Failure;
 use crate::operator::{Operator, Weights};
+use crate::ops::Failure;
 
 /// Standard deviation of the embeddings and of the output projection.
 ///
@@ -59,15 +59,17 @@ pub(crate) struct Pass<'a> {
     pub(crate) weights: &'a [Arc<Weights>],
     pub(crate) seed: u64,
     pub(crate) step: u64,
+    /// Weight of each block's load-balance loss.
+    pub(crate) balance: f32,
     pub(crate) failure: Failure,
 }
 
-/// The two losses of a batch, each `[1]`.
+/// The two losses of a batch.
 pub(crate) struct Losses {
-    /// Mean nats a byte.
+    /// Mean nats a byte, `[1]`; its backward pass includes the load-balance loss.
     pub(crate) cross_entropy: Tensor<1>,
     /// Mean load-balance loss of the blocks.
-    pub(crate) balance: Tensor<1>,
+    pub(crate) balance: f32,
 }
 
 impl Transformer {
@@ -97,8 +99,13 @@ impl Transformer {
         self.blocks.iter().map(|block| block.experts.prepare(operator).map(Arc::new)).collect()
     }
 
-    /// `bytes [rows * context]` to logits `[rows, context, 256]` and the mean load-balance loss `[1]`.
-    pub(crate) fn forward(&self, bytes: &[u8], rows: usize, pass: &Pass<'_>) -> (Tensor<3>, Tensor<1>) {
+    /// `bytes [rows * context]` to logits `[rows, context, 256]` and the mean load-balance loss.
+    pub(crate) fn forward(
+        &self,
+        bytes: &[u8],
+        rows: usize,
+        pass: &Pass<'_>,
+    ) -> Result<(Tensor<3>, f32), Error> {
         let context = bytes.len() / rows;
         let hidden = self.embedding.dims()[1];
         let device = self.embedding.device();
@@ -106,26 +113,26 @@ impl Transformer {
 
         let tokens = self.embedding.val().select(0, indices(bytes, &device));
         let mut h = tokens.reshape([rows, context, hidden]);
-        let mut balance = Tensor::<1>::zeros([1], &device);
+        let mut balance = 0.0;
         for (layer, block) in self.blocks.iter().enumerate() {
             let attended = block.attention.forward(block.attention_norm.forward(h.clone()), bias.clone());
             h = h + attended;
             let x = block.experts_norm.forward(h.clone()).reshape([rows * context, hidden]);
-            let (y, layer_balance) = block.experts.forward(x, pass, layer);
+            let (y, layer_balance) = block.experts.forward(x, pass, layer)?;
             h = h + y.reshape([rows, context, hidden]);
-            balance = balance + layer_balance;
+            balance += layer_balance;
         }
         let logits = self.head.forward(self.norm.forward(h));
-        (logits, balance / self.blocks.len() as f64)
+        Ok((logits, balance / self.blocks.len() as f32))
     }
 
-    pub(crate) fn losses(&self, batch: &Batch, pass: &Pass<'_>) -> Losses {
-        let (logits, balance) = self.forward(&batch.inputs, batch.rows, pass);
+    pub(crate) fn losses(&self, batch: &Batch, pass: &Pass<'_>) -> Result<Losses, Error> {
+        let (logits, balance) = self.forward(&batch.inputs, batch.rows, pass)?;
         let tokens = batch.rows * batch.context;
         let device = logits.device();
         let log_probabilities = log_softmax(logits.reshape([tokens, VOCABULARY]), 1);
         let targets = indices(&batch.targets, &device).reshape([tokens, 1]);
-        Losses { cross_entropy: log_probabilities.gather(1, targets).mean().neg(), balance }
+        Ok(Losses { cross_entropy: log_probabilities.gather(1, targets).mean().neg(), balance })
     }
 }
 
