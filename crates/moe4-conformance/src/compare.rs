@@ -154,6 +154,11 @@ pub fn all_zero<T: Copy + bytemuck::Pod + Debug>(tensor: &str, first: usize, got
     }
 }
 
+/// Some element is not zero: an output that is all zero is equal to any other such, and wrong.
+pub fn alive<T: Copy + Default + PartialEq>(tensor: &str, x: &[T]) -> Outcome {
+    ensure(x.iter().any(|v| *v != T::default()), || format!("{tensor} is all zero"))
+}
+
 /// `condition`, or the message.
 pub fn ensure(condition: bool, message: impl FnOnce() -> String) -> Outcome {
     if condition { Ok(()) } else { Err(Failure::new(message())) }

@@ -152,22 +152,26 @@ impl Tensor {
         self.relative_norm(&values(expected), &values(got), flips.norm())
     }
 
-    /// Relative norm, of the whole and so that no expert hides behind the others.
+    /// Relative norm of the difference over the whole tensor; and within four times the bound for each expert, so that
+    /// none hides behind the others.
     pub fn relative_norm(&self, expected: &[f64], got: &[f64], bound: f64) -> Outcome {
         self.same_length(expected.len(), got.len())?;
-        for (e, range) in self.experts.iter().enumerate() {
+        let within = |range: Range<usize>, bound: f64, what: &str| {
             let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|v| v * v).sum::<f64>().sqrt();
             let size = norm(&mut expected[range.clone()].iter().copied());
-            let off = norm(&mut range.clone().map(|i| expected[i] - got[i]));
+            let off = norm(&mut range.map(|i| expected[i] - got[i]));
             ensure(off <= bound * size, || {
                 let relative = off / size;
                 format!(
-                    "{}, expert {e}: relative norm {relative:.2e} of the difference, {bound:.1e} allowed",
+                    "{}, {what}: relative norm {relative:.2e} of the difference, {bound:.1e} allowed",
                     self.name
                 )
-            })?;
-        }
-        Ok(())
+            })
+        };
+        within(0..expected.len(), bound, "all experts")?;
+        let each =
+            |(e, range): (usize, &Range<usize>)| within(range.clone(), 4.0 * bound, &format!("expert {e}"));
+        self.experts.iter().enumerate().try_for_each(each)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Faults that users met elsewhere in quantization: entries 1 to 10 of the table in the crate's documentation.
 
-use crate::compare::{bf16_bits, bytes, codes, ensure, equal, unpack};
+use crate::compare::{alive, bf16_bits, bytes, codes, ensure, equal, unpack};
 use crate::data::{self, Kind};
 use crate::drive::{Cast, Gemm, Packed, Quantize, Side, amax, hadamard_amax, quantize_weights};
 use crate::report::{Failure, InCase, Outcome};
@@ -52,6 +52,9 @@ pub(super) fn zero_blocks<B: Subject>(b: &B) -> Outcome {
             let nan = q.scales.iter().position(|s| s & 0x7F == e4m3::NAN);
             ensure(nan.is_none(), || format!("{kind:?}, {name} scale {nan:?}: NaN from finite data"))?;
             ensure(q.amax[0].is_finite(), || format!("{kind:?}, {name} amax: {}", q.amax[0]))?;
+            if kind != Kind::Zeros {
+                alive(&format!("{kind:?}, {name} codes"), &q.codes)?;
+            }
         }
     }
     Ok(())
@@ -64,7 +67,7 @@ pub(super) fn scale_underflow<B: Subject>(b: &B) -> Outcome {
     x[0] = bf::from_f32(3.0e4);
     x[BLOCK..2 * BLOCK].copy_from_slice(&bf16s(&[1e-6; BLOCK]));
     let q = rowwise(b, &x, cols)?;
-    equal("scale of a tiny block", &[1], &[0], &q.scales[1..2])?;
+    equal("scales of the block with the amax and of a tiny one", &[2], &[0x7E, 0], &q.scales[..2])?;
     ensure(values(&q)[BLOCK..2 * BLOCK].iter().all(|v| *v == 0.0), || "a value under a zero scale".into())?;
     let w = quantize_weights(b, &data::normal(16 * cols, 1.0, 3), 1, WeightShape { n: 16, k: cols })?;
     let (shape, side, groups) = (WeightShape { n: 16, k: cols }, contract::Side::Fprop, Groups::single(rows));
@@ -195,6 +198,9 @@ pub(super) fn negation<B: Subject>(b: &B) -> Outcome {
         let x = data::tensor(kind, 32 * 48, 900 + seed as u64);
         let negated: Vec<bf16> = x.iter().map(|&v| -v).collect();
         let (plain, other) = (rowwise(b, &x, 48)?, rowwise(b, &negated, 48)?);
+        if kind != Kind::Zeros {
+            alive("scale of x", &plain.scales)?;
+        }
         bytes("scale of -x", &[32, 3], &plain.scales, &other.scales)?;
         let flipped: Vec<u8> = plain.codes.iter().map(|byte| byte ^ 0x88).collect();
         codes("code of -x", (32, 48), &flipped, &other.codes)?;
@@ -241,6 +247,8 @@ pub(super) fn padding<B: Subject>(b: &B) -> Outcome {
     let (row, col) = Quantize { x: &x, cols, groups: &groups, rowwise: Some(cast), columnwise }.run(b)?;
     let (row, col) = (row.expect("asked for"), col.expect("asked for"));
     let live = groups.live_rows();
+    alive("codes of live rows", &row.codes[..live * cols / 2])?;
+    alive("columnwise codes", &col.codes)?;
     ensure(row.codes[live * cols / 2..].iter().all(|&byte| byte == 0), || "codes of nobody's rows".into())?;
     ensure(row.scales[live * cols / 16..].iter().all(|&byte| byte == 0), || {
         "scales of nobody's rows".into()
@@ -289,6 +297,9 @@ pub(super) fn odd_shapes<B: Subject>(b: &B) -> Outcome {
         let (r, c) = case.run(b)?;
         let label = format!("expert {e} of {split} rows");
         let part = &row.codes[range.start * cols / 2..range.end * cols / 2];
+        if split > 0 {
+            alive(&label, part)?;
+        }
         codes(&label, (split, cols), &r.expect("asked for").codes, part)?;
         let (width, at) = (groups.padded_rows() / 2, groups.padded_range(e));
         let part: Vec<u8> =

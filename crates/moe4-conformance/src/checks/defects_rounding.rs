@@ -1,6 +1,6 @@
 //! Faults that users met elsewhere in the RHT and in stochastic rounding: entries 11 to 15.
 
-use super::invariants::Inputs;
+use super::invariants::{Inputs, not_zero};
 use crate::alter::{Alter, Altered};
 use crate::compare::{bytes, codes, ensure, equal, f32_bits, unpack};
 use crate::data::{self, Kind};
@@ -117,6 +117,12 @@ pub(super) fn addition_order<B: Subject>(b: &B) -> Outcome {
         let expected = largest(transform(*group, mask, ORDER));
         f32_bits(&format!("amax of column {c}"), &[1], &[expected], &after)?;
     }
+    // 1 + 2^-8 lies halfway between two BF16 values; two terms of 2^-24 tip it only if they meet each other first.
+    let tipping =
+        |i: usize| [1.0, 0.00390625, 5.9604645e-8, 5.9604645e-8].get(i).map_or(0.0, |v| v * mask.sign(i));
+    let column: Vec<bf16> = (0..BLOCK).map(|i| bf::from_f32(tipping(i))).collect();
+    let (_, after) = hadamard_amax(b, &column, 1, &Groups::single(BLOCK), mask)?;
+    f32_bits("amax that the order decides", &[1], &[1.0078125 * 0.25], &after)?;
     let groups = Groups::single(BLOCK);
     let (_, after) = hadamard_amax(b, &x, cols, &groups, mask)?;
     let columnwise = Some((Some(mask), Cast::nearest(&after)));
@@ -279,7 +285,8 @@ pub(super) fn operator_streams<B: Subject>(b: &B) -> Outcome {
     for call in 0..8 {
         let mut step = inputs.step();
         step.random = RandomSeed { seed: 5, call };
-        step.run(&watched).map_err(Failure::from).in_case(format!("call {call}"))?;
+        let out = step.run(&watched).map_err(Failure::from).in_case(format!("call {call}"))?;
+        not_zero(&out)?;
     }
     let seen = spy.0.into_inner().unwrap_or_else(PoisonError::into_inner);
     let streams: Vec<_> = seen.iter().filter(|r| **r != Rounding::Nearest).collect();
@@ -299,8 +306,11 @@ pub(super) fn plain_amax<B: Subject>(b: &B) -> Outcome {
     let (cols, groups) = (7, Groups::new(&[3, 0, 18, 1], 25).expect("fits"));
     let mut x = data::normal(25 * cols, 1.0, 95);
     x[4 * cols] = bf16::INFINITY;
-    x[22 * cols..].fill(bf16::NAN);
     x[21 * cols] = bf16::NAN;
     let expected = crate::exact::amax(&x, cols, &groups);
-    f32_bits("amax over finite values", &[4], &expected, &amax(b, &x, cols, &groups)?)
+    for nobody in [bf16::NAN, bf16::MAX] {
+        x[22 * cols..].fill(nobody);
+        f32_bits("amax over finite values", &[4], &expected, &amax(b, &x, cols, &groups)?)?;
+    }
+    Ok(())
 }

@@ -170,6 +170,7 @@ pub(super) fn dgrad_is_fprop_of_the_transpose<B: Subject>(b: &B) -> Outcome {
         };
         let dgrad = run(plain, WeightShape { n, k }, contract::Side::Dgrad)?;
         let fprop = run(other, WeightShape { n: k, k: n }, contract::Side::Fprop)?;
+        golden.by_token("dx").stage_bf16(&golden.file.bf16("dx"), &fprop)?;
         golden.by_token("dx").stage_bf16(&fprop, &dgrad)
     })
 }

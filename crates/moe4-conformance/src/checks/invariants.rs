@@ -1,14 +1,14 @@
 //! The invariants of the design that belong to the operator. The first, equal bytes on every backend, is a property
 //! check; the third is part of every verdict on an epilogue and is checked here against the backend's own pass.
 
-use crate::compare::{all_zero, bf16_bits, bytes, equal, f32_bits};
+use crate::compare::{alive, all_zero, bf16_bits, bytes, equal, f32_bits};
 use crate::data;
 use crate::drive::{GemmAct, GemmDact, Side, Step, StepOut, amax, hadamard_amax};
 use crate::report::{Failure, InCase, Outcome};
 use crate::subject::Subject;
 use half::bf16;
 use moe4::kernels::activation::{Activation, GluLayout};
-use moe4::mlp::{GradientRounding, GroupedMlpConfig, Needs, Precision, RandomSeed, TracedData};
+use moe4::mlp::{DcAmax, GradientRounding, GroupedMlpConfig, Needs, Precision, RandomSeed, TracedData};
 use moe4::numerics::hadamard::SignMask;
 use moe4::tensor::Groups;
 
@@ -92,8 +92,10 @@ impl Inputs {
 pub(super) fn same(expected: &StepOut, got: &StepOut) -> Outcome {
     bf16_bits("y", &[expected.y.len()], &expected.y, &got.y)?;
     f32_bits("dprob", &[expected.dprob.len()], &expected.dprob, &got.dprob)?;
-    if let (Some(a), Some(b)) = (&expected.dx, &got.dx) {
-        bf16_bits("dx", &[a.len()], a, b)?;
+    match (&expected.dx, &got.dx) {
+        (Some(a), Some(b)) => bf16_bits("dx", &[a.len()], a, b)?,
+        (None, None) => {}
+        _ => return Err(Failure::new("dx is there in one run and not in the other")),
     }
     for (name, a, b) in [
         ("dw1", &expected.dw1, &got.dw1),
@@ -106,6 +108,17 @@ pub(super) fn same(expected: &StepOut, got: &StepOut) -> Outcome {
             (None, None) => {}
             _ => return Err(Failure::new(format!("{name} is there in one run and not in the other"))),
         }
+    }
+    Ok(())
+}
+
+/// No result of a step with live rows is all zero.
+pub(super) fn not_zero(out: &StepOut) -> Outcome {
+    alive("y", &out.y)?;
+    alive("dprob", &out.dprob)?;
+    alive("dx", out.dx.as_deref().unwrap_or_default())?;
+    for (name, dw) in [("dw1", &out.dw1), ("dw2", &out.dw2)] {
+        alive(name, dw.as_deref().unwrap_or_default())?;
     }
     Ok(())
 }
@@ -187,8 +200,42 @@ pub(super) fn recompute<B: Subject>(b: &B) -> Outcome {
     each(|inputs| {
         let mut step = inputs.step();
         let off = step.run(b)?;
+        not_zero(&off)?;
         step.config.recompute_activation = true;
         same(&off, &step.run(b)?)
+    })
+}
+
+/// Amaxes of `dc` by a pass of their own, and partial needs: the same bits for what is asked for.
+pub(super) fn needs_and_separate_pass<B: Subject>(b: &B) -> Outcome {
+    each(|inputs| {
+        let all = inputs.step().run(b)?;
+        not_zero(&all)?;
+        let mut step = inputs.step();
+        step.config.dc_amax = DcAmax::SeparatePass;
+        same(&all, &step.run(b)?).in_case("amaxes of dc by a separate pass")?;
+        for (needs, name) in [(Needs::INPUT, "input only"), (Needs::WEIGHTS, "weights only")] {
+            let mut step = inputs.step();
+            step.needs = needs;
+            let part = step.run(b)?;
+            let expected = StepOut {
+                dx: all.dx.clone().filter(|_| needs.input),
+                dw1: all.dw1.clone().filter(|_| needs.weights),
+                dw2: all.dw2.clone().filter(|_| needs.weights),
+                db1: all.db1.clone().filter(|_| needs.weights),
+                db2: all.db2.clone().filter(|_| needs.weights),
+                ..all.clone()
+            };
+            same(&expected, &part).in_case(name)?;
+            let idle = |tensor: &str| part.trace.get(tensor).is_some();
+            let unneeded: &[&str] =
+                if needs.weights { &["dc_fp4"] } else { &["x_fp4_col", "h_fp4_col", "dc_fp4_col"] };
+            let made = unneeded.iter().find(|tensor| idle(tensor));
+            if let Some(tensor) = made {
+                return Err(Failure::new(format!("{name}: {tensor} was made for nothing")));
+            }
+        }
+        Ok(())
     })
 }
 
@@ -216,6 +263,7 @@ pub(super) fn epilogue_amaxes<B: Subject>(b: &B) -> Outcome {
                 amax: Some(mask),
             };
             let forward = act.run(b)?;
+            alive("h", &forward.h)?;
             let same = |name: &str, x: &[bf16], cols: usize, got: &(Vec<f32>, Vec<f32>)| -> Outcome {
                 let (before, after) = hadamard_amax(b, x, cols, groups, mask)?;
                 f32_bits(&format!("{name}_amax"), &[before.len()], &before, &got.0)?;
@@ -242,19 +290,45 @@ pub(super) fn epilogue_amaxes<B: Subject>(b: &B) -> Outcome {
     Ok(())
 }
 
+/// Steps large enough to be cut into several pieces for threads or thread blocks.
+pub fn large_steps<B: Subject>(b: &B) -> Result<Vec<StepOut>, Failure> {
+    let splits = [300, 0, 17, 129, 64];
+    let shape = GroupedMlpConfig { bias: true, ..GroupedMlpConfig::new(splits.len(), 80, 96) };
+    let configurations = [
+        shape.clone(),
+        GroupedMlpConfig { recompute_activation: true, activation: Activation::SRELU, ..shape.clone() },
+        GroupedMlpConfig { precision: Precision::Bf16, glu_layout: GluLayout::Elementwise, ..shape },
+    ];
+    let run = |config| Ok(Inputs::new(config, &splits, 515, 300).step().run(b)?);
+    configurations.into_iter().map(run).collect()
+}
+
+/// Every result and every intermediate of two series of steps, bit by bit.
+pub fn same_steps(expected: &[StepOut], got: &[StepOut]) -> Outcome {
+    for (expected, got) in expected.iter().zip(got) {
+        not_zero(expected)?;
+        same(expected, got)?;
+        same_trace(expected, got)?;
+    }
+    Ok(())
+}
+
 /// 4: two runs.
 pub(super) fn two_runs<B: Subject>(b: &B) -> Outcome {
     each(|inputs| {
         let (first, second) = (inputs.step().run(b)?, inputs.step().run(b)?);
+        not_zero(&first)?;
         same(&first, &second)?;
         same_trace(&first, &second)
-    })
+    })?;
+    same_steps(&large_steps(b)?, &large_steps(b)?)
 }
 
 /// 5: each expert alone.
 pub(super) fn experts_alone<B: Subject>(b: &B) -> Outcome {
     each(|inputs| {
         let all = inputs.step().run(b)?;
+        not_zero(&all)?;
         for e in 0..SPLITS.len() {
             let alone = inputs.expert_alone(e).step().run(b)?;
             let rows = inputs.groups.range(e);
@@ -279,10 +353,10 @@ pub(super) fn experts_alone<B: Subject>(b: &B) -> Outcome {
     })
 }
 
-/// 6, and defect 19: rows past `sum(splits)` hold NaN; results are those of the trimmed tensors, and zero there.
+/// 6, and defect 19: rows past `sum(splits)` hold NaN, or numbers larger than all others; results are those of the
+/// trimmed tensors, and zero there.
 pub(super) fn rows_of_nobody<B: Subject>(b: &B) -> Outcome {
-    each(|inputs| {
-        let dirty = inputs.step().run(b)?;
+    each(|mut inputs| {
         let (live, hidden) = (inputs.groups.live_rows(), inputs.config.hidden);
         let groups = Groups::new(&SPLITS, live).expect("splits fit");
         let mut step = inputs.step();
@@ -291,17 +365,25 @@ pub(super) fn rows_of_nobody<B: Subject>(b: &B) -> Outcome {
         step.dy = &inputs.dy[..live * hidden];
         step.prob = &inputs.prob[..live];
         let trimmed = step.run(b)?;
-        let dx = dirty.dx.clone().ok_or_else(|| Failure::new("dx was asked for"))?;
-        all_zero("y past sum(splits)", live * hidden, &dirty.y[live * hidden..])?;
-        all_zero("dx past sum(splits)", live * hidden, &dx[live * hidden..])?;
-        all_zero("dprob past sum(splits)", live, &dirty.dprob[live..])?;
-        let cut = StepOut {
-            y: dirty.y[..live * hidden].to_vec(),
-            dx: Some(dx[..live * hidden].to_vec()),
-            dprob: dirty.dprob[..live].to_vec(),
-            ..dirty
-        };
-        same(&trimmed, &cut)
+        not_zero(&trimmed)?;
+        for fill in [bf16::NAN, bf16::MAX] {
+            inputs.x[live * hidden..].fill(fill);
+            inputs.dy[live * hidden..].fill(fill);
+            inputs.prob[live..].fill(fill.to_f32());
+            let dirty = inputs.step().run(b)?;
+            let dx = dirty.dx.clone().ok_or_else(|| Failure::new("dx was asked for"))?;
+            all_zero("y past sum(splits)", live * hidden, &dirty.y[live * hidden..])?;
+            all_zero("dx past sum(splits)", live * hidden, &dx[live * hidden..])?;
+            all_zero("dprob past sum(splits)", live, &dirty.dprob[live..])?;
+            let cut = StepOut {
+                y: dirty.y[..live * hidden].to_vec(),
+                dx: Some(dx[..live * hidden].to_vec()),
+                dprob: dirty.dprob[..live].to_vec(),
+                ..dirty
+            };
+            same(&trimmed, &cut).in_case(format!("filled with {fill}"))?;
+        }
+        Ok(())
     })
 }
 
@@ -314,6 +396,7 @@ pub(super) fn empty_expert<B: Subject>(b: &B) -> Outcome {
             Ok(x[empty * x.len() / SPLITS.len()..(empty + 1) * x.len() / SPLITS.len()].to_vec())
         };
         let overwritten = inputs.step().run(b)?;
+        not_zero(&overwritten)?;
         all_zero("dw1 of an empty expert, overwritten", 0, &slab(&overwritten.dw1)?)?;
         all_zero("dw2 of an empty expert, overwritten", 0, &slab(&overwritten.dw2)?)?;
         for name in ["x_amax", "x_amax_col", "h_amax", "h_amax_col", "dc_amax", "dc_amax_col"] {

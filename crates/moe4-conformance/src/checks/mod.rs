@@ -13,6 +13,8 @@ mod invariants;
 mod properties;
 mod rows;
 
+pub use invariants::{large_steps, same_steps};
+
 use crate::report::Outcome;
 use crate::subject::Subject;
 
@@ -23,12 +25,23 @@ pub struct Check<B> {
     pub name: &'static str,
     /// What it does.
     pub run: fn(&B) -> Outcome,
+    /// Whether it looks at the backend at all, or only at numerics and layouts that every backend shares.
+    pub uses_backend: bool,
+}
+
+/// The names of the checks that would pass on any backend.
+pub fn host_only() -> Vec<&'static str> {
+    let checks = all::<moe4::kernels::reference::Reference>();
+    checks.into_iter().filter(|check| !check.uses_backend).map(|check| check.name).collect()
 }
 
 /// Every check, in the order in which a new backend would want to pass them.
 pub fn all<B: Subject>() -> Vec<Check<B>> {
     fn check<B>(name: &'static str, run: fn(&B) -> Outcome) -> Check<B> {
-        Check { name, run }
+        Check { name, run, uses_backend: true }
+    }
+    fn host<B>(name: &'static str, run: fn(&B) -> Outcome) -> Check<B> {
+        Check { name, run, uses_backend: false }
     }
     vec![
         check("golden/q1d_row", golden_quantize::q1d_row),
@@ -37,10 +50,10 @@ pub fn all<B: Subject>() -> Vec<Check<B>> {
         check("golden/q1d_rht and q1d_rht_nosign", golden_quantize::q1d_rht),
         check("golden/q2d", golden_quantize::q2d),
         check("golden/group", golden_quantize::group),
-        check("golden/f32 numerics", golden_quantize::f32_numerics),
+        host("golden/f32 numerics", golden_quantize::f32_numerics),
         check("golden/edge", golden_other::edge),
-        check("golden/sr", golden_other::sr),
-        check("golden/swizzle", golden_other::swizzle),
+        host("golden/sr", golden_other::sr),
+        host("golden/swizzle", golden_other::swizzle),
         check("golden/gemm", golden_other::gemm),
         check("golden/mlp, stage: x h dy dc quantized", golden_mlp_stages::quantize),
         check("golden/mlp, stage: w1 w2 quantized", golden_mlp_stages::weights),
@@ -55,7 +68,9 @@ pub fn all<B: Subject>() -> Vec<Check<B>> {
         check("golden/mlp, end to end", golden_mlp_end_to_end::operator),
         check("invariant 1/bytes of amax and quantize passes", properties::quantize),
         check("invariant 1/bytes of weights", properties::weights),
+        check("invariant 1/bytes of every BF16 value", properties::every_value),
         check("invariant 2/recompute on equals off", invariants::recompute),
+        check("invariant 2/partial needs and separate amaxes", invariants::needs_and_separate_pass),
         check("invariant 3/epilogue amaxes equal their pass", invariants::epilogue_amaxes),
         check("invariant 4/two runs are equal", invariants::two_runs),
         check("invariant 5/experts alone equal grouped", invariants::experts_alone),
@@ -69,7 +84,7 @@ pub fn all<B: Subject>() -> Vec<Check<B>> {
         check("defect 6/scale midpoints", defects_quantize::scale_midpoints),
         check("defect 7/padding", defects_quantize::padding),
         check("defect 8/odd shapes", defects_quantize::odd_shapes),
-        check("defect 9/large offsets", defects_quantize::large_offsets),
+        host("defect 9/large offsets", defects_quantize::large_offsets),
         check("defect 10/E2M1 edges and non-finite blocks", defects_quantize::e2m1_edges),
         check("defect 11/amax of the signed transform", defects_rounding::signed_amax),
         check("defect 12/amax after RHT is bounded", defects_rounding::amax_bound),
@@ -93,5 +108,6 @@ pub fn all<B: Subject>() -> Vec<Check<B>> {
         check("property/bias gradients", defects_products::bias_grad),
         check("property/permutation round trip", rows::round_trip),
         check("property/weighted unpermutation", rows::weighted),
+        check("property/routing and its adjoint", rows::routing),
     ]
 }

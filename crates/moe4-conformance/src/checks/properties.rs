@@ -15,6 +15,8 @@ use moe4::kernels::contract::{self, GradMode, WeightShape};
 use moe4::kernels::reference::Reference;
 use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::{RandomStream, Rounding};
+use moe4::numerics::scale::GlobalScale;
+use moe4::numerics::{bf16 as bf, e2m1};
 use moe4::tensor::Groups;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
@@ -45,12 +47,12 @@ fn any_rounding() -> impl Strategy<Value = Rounding> {
     ]
 }
 
-/// Groups with `extra` rows of nobody, and a tensor that is NaN there.
+/// Groups with `extra` rows of nobody, and a tensor that is NaN or huge there.
 fn grouped((splits, extra): (Vec<usize>, usize), cols: usize, kind: Kind, seed: u64) -> (Groups, Vec<bf16>) {
     let live: usize = splits.iter().sum();
     let groups = Groups::new(&splits, live + extra).expect("the sum fits");
     let mut x = data::tensor(kind, (live + extra) * cols, seed);
-    x[live * cols..].fill(bf16::NAN);
+    x[live * cols..].fill(if seed.is_multiple_of(2) { bf16::NAN } else { bf16::MAX });
     (groups, x)
 }
 
@@ -113,6 +115,32 @@ pub(super) fn quantize<B: Subject>(b: &B) -> Outcome {
     })
 }
 
+/// Every finite BF16 value, each exponent under an amax of its own, against the arithmetic of one block.
+pub(super) fn every_value<B: Subject>(b: &B) -> Outcome {
+    // Expert e holds the 128 values of exponent e of either sign, in 16 blocks.
+    let x: Vec<bf16> = (0..255u16 * 256)
+        .map(|i| bf16::from_bits((i / 256) << 7 | (i % 128) | (i % 256 / 128) << 15))
+        .collect();
+    let groups = Groups::new(&[16; 255], 255 * 16).expect("fits");
+    let found = amax(b, &x, 16, &groups)?;
+    let top: Vec<f32> = (0..255u16).map(|e| bf::to_f32(bf16::from_bits(e << 7 | 127))).collect();
+    f32_bits("amax", &[255], &top, &found)?;
+    let rowwise = Some(Cast::nearest(&found));
+    let (row, _) = Quantize { x: &x, cols: 16, groups: &groups, rowwise, columnwise: None }.run(b)?;
+    let (mut codes, mut scales) = (vec![], vec![]);
+    for (i, block) in x.chunks(16).enumerate() {
+        let global = GlobalScale::from_amax(top[i / 16]);
+        let v: Vec<f32> = block.iter().map(|&v| bf::to_f32(v)).collect();
+        let scale = global.block_scale(v.iter().fold(0.0, |a, v| a.max(v.abs())));
+        let code = |i: usize| e2m1::encode(v[i] * global.multiplier(scale));
+        codes.extend((0..8).map(|i| e2m1::pack(code(2 * i), code(2 * i + 1))));
+        scales.push(scale);
+    }
+    let got = row.ok_or_else(|| Failure::new("a rowwise copy was asked for"))?;
+    bytes("scale", &[255 * 16, 1], &scales, &got.scales)?;
+    bytes("packed codes", &[255 * 16, 8], &codes, &got.codes)
+}
+
 /// The same for weights.
 pub(super) fn weights<B: Subject>(b: &B) -> Outcome {
     let strategy = (1usize..4, 1usize..6, 1usize..6, data::any_kind(), any::<u64>(), any::<bool>());
@@ -160,7 +188,8 @@ fn weight(experts: usize, shape: WeightShape, quantized: bool, seed: u64) -> Res
     })
 }
 
-fn product_kind() -> impl Strategy<Value = Kind> {
+/// Values whose products with others of size 1 stay within the range of BF16 after an activation has squared them.
+fn moderate_kind() -> impl Strategy<Value = Kind> {
     prop_oneof![
         Just(Kind::Normal),
         Just(Kind::Outlier),
@@ -176,7 +205,7 @@ pub(super) fn gemm<B: Subject>(b: &B) -> Outcome {
     let strategy = (
         data::any_splits(),
         (1usize..7, 1usize..7),
-        product_kind(),
+        data::any_kind(),
         any::<u64>(),
         (any::<bool>(), any::<bool>()),
         0..3,
@@ -223,7 +252,7 @@ pub(super) fn epilogues<B: Subject>(b: &B) -> Outcome {
         data::any_splits(),
         (1usize..5, 1usize..4),
         (any_activation(), any_layout()),
-        (product_kind(), any::<u64>(), any::<u16>()),
+        (moderate_kind(), any::<u64>(), any::<u16>()),
         (any::<bool>(), any::<bool>()),
     );
     for_all(96, strategy, |(splits, (hidden, blocks), (activation, layout), (kind, seed, mask), flags)| {
@@ -276,7 +305,7 @@ pub(super) fn wgrad<B: Subject>(b: &B) -> Outcome {
     let strategy = (
         data::any_splits(),
         (1usize..5, 1usize..5),
-        (product_kind(), any::<u64>()),
+        (data::any_kind(), any::<u64>()),
         (any::<bool>(), any::<bool>(), any::<bool>()),
     );
     for_all(96, strategy, |(splits, (n, k), (kind, seed), (quantized, accumulate, narrow))| {

@@ -1,14 +1,16 @@
 //! Permutation to expert order and back.
 
-use crate::compare::{Expected, bf16_bits, ensure, widen, within};
+use crate::compare::{Expected, bf16_bits, ensure, equal, widen, within};
 use crate::data::{self, Random};
 use crate::drive::{permute, unpermute};
 use crate::exact::{Sum, rounded};
-use crate::report::Outcome;
+use crate::report::{Failure, Outcome};
 use crate::subject::Subject;
 use half::bf16;
+use moe4::kernels::Memory;
 use moe4::kernels::contract::NO_ROW;
 use moe4::numerics::bf16 as bf;
+use moe4::routing::Permutation;
 
 /// A random order of `n` slots.
 fn shuffled(n: usize, seed: u64) -> Vec<u32> {
@@ -67,4 +69,33 @@ pub(super) fn weighted<B: Subject>(b: &B) -> Outcome {
         bf16_bits("a token with no choice left", &[cols], &vec![bf16::ZERO; cols], &out[cols..2 * cols])?;
     }
     Ok(())
+}
+
+/// Tokens to their experts by `moe4::routing`: slots sorted by expert, then by token; back is the adjoint.
+pub(super) fn routing<B: Subject>(b: &B) -> Outcome {
+    let (tokens, experts, top_k, cols) = (41, 5, 2, 32);
+    let mut random = Random::new(280);
+    // Expert 3 is chosen by nobody.
+    let chosen: Vec<u32> = (0..tokens * top_k).map(|_| [0, 1, 2, 4][random.below(4)]).collect();
+    let permutation = Permutation::new(&chosen, experts, top_k).map_err(|e| Failure::new(e.to_string()))?;
+    equal("sum of splits", &[1], &[tokens * top_k], &[permutation.splits.iter().sum()])?;
+    equal("split of an expert chosen by nobody", &[1], &[0], &permutation.splits[3..4])?;
+    let mut slots: Vec<(u32, u32)> =
+        chosen.iter().enumerate().map(|(choice, &e)| (e, (choice / top_k) as u32)).collect();
+    slots.sort();
+    let order: Vec<u32> = slots.into_iter().map(|(_, token)| token).collect();
+    equal("token of each slot", &[order.len()], &order, &permutation.token)?;
+
+    let (x, y) = (data::normal(tokens * cols, 1.0, 281), data::normal(tokens * top_k * cols, 1.0, 282));
+    let (on_device_x, on_device_y) = (b.upload(&x)?, b.upload(&y)?);
+    let moved = permutation.permute(b, B::Memory::view(&on_device_x), cols)?;
+    let back = permutation.unpermute(b, B::Memory::view(&on_device_y), cols)?;
+    let (moved, back) = (b.download(B::Memory::view(&moved))?, b.download(B::Memory::view(&back))?);
+    let expected: Vec<bf16> = order.iter().flat_map(|&t| x[t as usize * cols..][..cols].to_vec()).collect();
+    bf16_bits("permuted", &[tokens * top_k, cols], &expected, &moved)?;
+    let dot = |a: &[bf16], b: &[bf16]| -> f64 { widen(a).iter().zip(widen(b)).map(|(a, b)| a * b).sum() };
+    let (one, other) = (dot(&moved, &y), dot(&x, &back));
+    // Each sum over choices is rounded to BF16 once.
+    let bound = widen(&x).iter().zip(widen(&back)).map(|(a, b)| (a * b).abs()).sum::<f64>() / 256.0;
+    ensure((one - other).abs() <= bound, || format!("<P x, y> = {one}, <x, P* y> = {other}"))
 }

@@ -4,6 +4,7 @@
 //! product of the two global decode scales (1 for BF16 operands). `bf(v)` rounds to f32, then to bf16.
 
 use super::quantize::{group_amax, group_amax_rht};
+use super::rows::total;
 use crate::kernels::activation::{ActivationFn, Evaluated, GluLayout, with_activation};
 use crate::kernels::contract::*;
 use crate::kernels::memory::Host;
@@ -59,7 +60,7 @@ fn row_product(
             WeightOperand::Nvfp4(q) => value(q, e * shape.n + row, col, shape.k),
         }
     };
-    let sum = |j: usize| (0..contraction).map(|i| a_row[i] * weight(j, i)).sum::<f64>();
+    let sum = |j: usize| total((0..contraction).map(|i| a_row[i] * weight(j, i)));
     (0..cols).map(|j| (a_scale * w_scale) * sum(j)).collect()
 }
 
@@ -175,7 +176,7 @@ pub(super) fn grouped_gemm_dact(pass: GroupedGemmDact<'_, Host>) {
     if let Some(db1) = db1 {
         for e in 0..groups.experts() {
             for j in 0..n1 {
-                db1[e * n1 + j] = groups.range(e).map(|t| dc[t * n1 + j].to_f64()).sum::<f64>() as f32;
+                db1[e * n1 + j] = total(groups.range(e).map(|t| dc[t * n1 + j].to_f64())) as f32;
             }
         }
     }
@@ -196,7 +197,7 @@ pub(super) fn grouped_wgrad(pass: GroupedWgrad<'_, Host>) {
     };
     let product = |e: usize, i: usize, j: usize| {
         let tokens = if matches!(a, Operand::Bf16(_)) { groups.range(e) } else { groups.padded_range(e) };
-        let sum = tokens.map(|t| at(&a, i, t, n) * at(&b, j, t, k)).sum::<f64>();
+        let sum = total(tokens.map(|t| at(&a, i, t, n) * at(&b, j, t, k)));
         (scale(&a, e) * scale(&b, e) * sum) as f32
     };
     write_grads(dw, groups, n, k, product);

@@ -22,6 +22,11 @@ pub(in crate::kernels) fn check_indices(
     }
 }
 
+/// A sum that starts from +0: `Iterator::sum` of nothing is -0.
+pub(super) fn total(terms: impl Iterator<Item = f64>) -> f64 {
+    terms.fold(0.0, |sum, term| sum + term)
+}
+
 pub(super) fn permute(pass: Permute<'_, Host>) -> Result<(), Error> {
     let Permute { x, cols, source, out } = pass;
     check_indices("permute: source", source, x.len() / cols)?;
@@ -58,12 +63,12 @@ pub(super) fn grouped_bias_grad(pass: GroupedBiasGrad<'_, Host>) {
         let rows = groups.range(e);
         if let Some(db2) = &mut db2 {
             for j in 0..hidden {
-                let sum: f64 = rows.clone().map(|t| prob[t] as f64 * dy[t * hidden + j].to_f64()).sum();
+                let sum = total(rows.clone().map(|t| prob[t] as f64 * dy[t * hidden + j].to_f64()));
                 db2[e * hidden + j] = sum as f32;
             }
         }
         for t in rows {
-            let sum: f64 = (0..hidden).map(|j| b2[e * hidden + j] as f64 * dy[t * hidden + j].to_f64()).sum();
+            let sum = total((0..hidden).map(|j| b2[e * hidden + j] as f64 * dy[t * hidden + j].to_f64()));
             dprob[t] = (dprob[t] as f64 + sum) as f32;
         }
     }
