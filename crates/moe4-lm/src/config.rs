@@ -134,7 +134,7 @@ impl Default for TrainingConfig {
         Self {
             precisions: vec![Precision::Bf16, Precision::Nvfp4],
             steps: 400,
-            batch: 16,
+            batch: 8,
             learning_rate: 1e-3,
             warmup: 50,
             balance: 0.01,
@@ -236,7 +236,7 @@ impl ModelConfig {
         let attention = product(&[4, self.hidden, self.hidden])?;
         let router_and_norms = self.experts.checked_add(2)?.checked_mul(self.hidden)?;
         let block = experts.checked_add(attention)?.checked_add(router_and_norms)?;
-        let ends = product(&[self.context.checked_add(2 * VOCABULARY + 1)?, self.hidden])?;
+        let ends = product(&[2 * VOCABULARY + 1, self.hidden])?;
         block.checked_mul(self.layers)?.checked_add(ends)
     }
 }

@@ -9,14 +9,13 @@ mod checkpoint;
 mod config;
 mod data;
 mod error;
-mod experts;
 mod files;
 mod metrics;
 mod model;
 mod operator;
+mod ops;
 mod plot;
 mod rng;
-mod routing;
 mod run;
 mod trainer;
 

@@ -13,18 +13,17 @@ use std::sync::Arc;
 
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
-use moe4::kernels::contract::{Permute, Unpermute};
 use moe4::kernels::cpu::Cpu;
-use moe4::kernels::{Backend, Host, Memory};
+use moe4::kernels::{self, Host, Memory};
 use moe4::mlp::{
     self, BackwardArgs, ForwardArgs, GradBuffers, GradMode, GroupedMlp, GroupedMlpConfig, Needs,
     PreparedWeights, RandomSeed, WeightGrad, WeightGrads, WeightSource,
 };
+use moe4::routing::Permutation;
 use moe4::tensor::Groups;
 
 use crate::Error;
 use crate::config::{ModelConfig, Precision};
-use crate::routing::Routing;
 
 /// The grouped MLP of one configuration on the CPU.
 #[derive(Debug)]
@@ -79,12 +78,12 @@ impl Operator {
         weights: &Arc<Weights>,
         x: &[f32],
         gates: &[f32],
-        routing: &Routing,
+        permutation: &Permutation,
         needs: Needs,
     ) -> Result<(Vec<f32>, Saved), Error> {
-        let prob: Vec<f32> = routing.assignments().map(|assignment| gates[assignment]).collect();
-        let x = self.to_expert_order(x, routing)?;
-        let groups = Groups::new(&routing.splits, prob.len()).map_err(moe4::kernels::Error::from)?;
+        let prob = permutation.permute_choices(gates).map_err(kernels::Error::from)?;
+        let x = self.to_expert_order(x, permutation)?;
+        let groups = Groups::new(&permutation.splits, prob.len()).map_err(kernels::Error::from)?;
         let args = ForwardArgs {
             x: x.as_slice(),
             prob: prob.as_slice(),
@@ -94,7 +93,7 @@ impl Operator {
             trace: None,
         };
         let forward = self.mlp.forward(&self.backend, args)?;
-        Ok((self.to_tokens(&forward.y, routing)?, forward.saved))
+        Ok((self.to_tokens(&forward.y, permutation)?, forward.saved))
     }
 
     /// `dy [T, H]` to the gradients; `random` keys the stochastic rounding.
@@ -102,12 +101,12 @@ impl Operator {
         &self,
         saved: &Saved,
         dy: &[f32],
-        routing: &Routing,
+        permutation: &Permutation,
         random: RandomSeed,
     ) -> Result<Gradients, Error> {
         let experts = self.mlp.config().experts;
         let [mut w1, mut w2] = self.mlp.weight_shapes().map(|shape| vec![0.0; experts * shape.n * shape.k]);
-        let dy = self.to_expert_order(dy, routing)?;
+        let dy = self.to_expert_order(dy, permutation)?;
         let gradient = |buffer| WeightGrad {
             buffers: GradBuffers::F32(Host::split_mut(buffer, experts)),
             mode: GradMode::Overwrite,
@@ -120,33 +119,23 @@ impl Operator {
         )?;
 
         let x = match gradients.dx {
-            Some(dx) => self.to_tokens(&dx, routing)?,
+            Some(dx) => self.to_tokens(&dx, permutation)?,
             None => Vec::new(),
         };
-        let mut gates = vec![0.0; gradients.dprob.len()];
-        for (assignment, gradient) in routing.assignments().zip(gradients.dprob) {
-            gates[assignment] = gradient;
-        }
+        let gates = permutation.unpermute_choices(&gradients.dprob).map_err(kernels::Error::from)?;
         Ok(Gradients { x, w1, w2, gates })
     }
 
     /// `[T, H]` to BF16 `[T * top_k, H]`.
-    fn to_expert_order(&self, x: &[f32], routing: &Routing) -> Result<Vec<bf16>, Error> {
-        let cols = self.mlp.config().hidden;
-        let x = to_bf16(x);
-        let mut out = vec![bf16::ZERO; routing.source.len() * cols];
-        self.backend.permute(Permute { x: &x, cols, source: &routing.source, out: &mut out })?;
-        Ok(out)
+    fn to_expert_order(&self, x: &[f32], permutation: &Permutation) -> Result<Vec<bf16>, Error> {
+        Ok(permutation.permute(&self.backend, to_bf16(x).as_slice(), self.mlp.config().hidden)?)
     }
 
     /// `[T * top_k, H]` to the sums `[T, H]`.
-    fn to_tokens(&self, y: &[bf16], routing: &Routing) -> Result<Vec<f32>, Error> {
-        let cols = self.mlp.config().hidden;
-        let Routing { slot, top_k, .. } = routing;
-        let mut out = vec![bf16::ZERO; slot.len() / top_k * cols];
-        self.backend.unpermute(Unpermute { y, cols, slot, top_k: *top_k, weights: None, out: &mut out })?;
-        let mut values = vec![0.0; out.len()];
-        out.convert_to_f32_slice(&mut values);
+    fn to_tokens(&self, y: &[bf16], permutation: &Permutation) -> Result<Vec<f32>, Error> {
+        let sums = permutation.unpermute(&self.backend, y, self.mlp.config().hidden)?;
+        let mut values = vec![0.0; sums.len()];
+        sums.convert_to_f32_slice(&mut values);
         Ok(values)
     }
 }

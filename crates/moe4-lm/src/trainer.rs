@@ -11,9 +11,9 @@ use rand::Rng;
 use crate::checkpoint::Header;
 use crate::config::{Precision, RunConfig};
 use crate::data::Corpus;
-use crate::experts::Failure;
 use crate::model::{Pass, Transformer, values};
 use crate::operator::{Operator, Weights};
+use crate::ops::Failure;
 use crate::rng::{Stream, rng};
 use crate::{Error, checkpoint};
 
@@ -76,12 +76,10 @@ impl<'a> Trainer<'a> {
         );
         let weights = self.model.prepare(&self.operator)?;
         let pass = self.pass(&weights);
-        let losses = self.model.losses(&batch, &pass);
-        let total = losses.cross_entropy.clone() + losses.balance.clone() * training.balance;
-        let gradients = total.backward();
+        let losses = self.model.losses(&batch, &pass)?;
+        let gradients = losses.cross_entropy.backward();
         pass.failure.check()?;
-        let losses =
-            StepLosses { cross_entropy: scalar(losses.cross_entropy), balance: scalar(losses.balance) };
+        let losses = StepLosses { cross_entropy: scalar(losses.cross_entropy), balance: losses.balance };
         if !losses.cross_entropy.is_finite() {
             return Err(Error::Diverged { step: self.step + 1, loss: losses.cross_entropy });
         }
@@ -105,7 +103,7 @@ impl<'a> Trainer<'a> {
         let model = self.model.valid();
         let (mut sum, mut rows) = (0.0, 0);
         for batch in &batches {
-            sum += f64::from(scalar(model.losses(batch, &pass).cross_entropy)) * batch.rows as f64;
+            sum += f64::from(scalar(model.losses(batch, &pass)?.cross_entropy)) * batch.rows as f64;
             rows += batch.rows;
         }
         pass.failure.check()?;
@@ -124,7 +122,7 @@ impl<'a> Trainer<'a> {
         let mut text = prompt.to_vec();
         for _ in 0..bytes {
             let window = &text[text.len().saturating_sub(self.config.model.context)..];
-            let (logits, _) = model.forward(window, 1, &pass);
+            let (logits, _) = model.forward(window, 1, &pass)?;
             let last = logits.narrow(1, window.len() - 1, 1);
             text.push(draw(&values(last), rng.random()));
         }
@@ -162,6 +160,7 @@ impl<'a> Trainer<'a> {
             weights,
             seed: self.config.training.seed,
             step: self.step as u64,
+            balance: (self.config.training.balance / self.config.model.layers as f64) as f32,
             failure: Failure::default(),
         }
     }
@@ -197,7 +196,7 @@ mod tests {
         let config = RunConfig { model, training: TrainingConfig::default(), data: DataConfig::of(&corpus) };
         let trainer = Trainer::new(&config, &corpus, Precision::Bf16).expect("valid configuration");
         assert_eq!(Some(trainer.model.num_params()), config.model.parameters());
-        assert_eq!(config.model.parameters(), Some(3_495_040));
+        assert_eq!(config.model.parameters(), Some(3_478_656));
     }
 
     #[test]

@@ -12,8 +12,7 @@
 //! | [`kernels`] | the contract between operator and hardware, and the CPU backends |
 //! | [`mlp`] | the operator: configuration, plan, forward, backward |
 //! | [`routing`] | top-k router, tokens to expert order and back |
-//!
-//! Beside them, [`checkpoint`] reads and writes tensors in safetensors files.
+//! | [`checkpoint`] | tensors in safetensors files, in and out |
 
 pub mod checkpoint;
 pub mod kernels;

@@ -1,8 +1,9 @@
-//! How the training goes: a bar on a terminal, else a line at every validation.
+//! How the training goes: a bar on a terminal, else a line now and then.
 
+use std::io::{self, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use moe4_lm::{MetricsRow, Observer, Precision};
@@ -13,11 +14,15 @@ pub(super) struct Progress {
     stop: Arc<AtomicBool>,
     steps: usize,
     validation_loss: Option<f64>,
+    last_line: Instant,
 }
+
+/// Between two lines where there is no terminal.
+const LINE_EVERY: Duration = Duration::from_secs(10);
 
 impl Progress {
     pub(super) fn new(stop: Arc<AtomicBool>) -> Self {
-        Self { bar: ProgressBar::hidden(), stop, steps: 0, validation_loss: None }
+        Self { bar: ProgressBar::hidden(), stop, steps: 0, validation_loss: None, last_line: Instant::now() }
     }
 }
 
@@ -42,8 +47,11 @@ impl Observer for Progress {
         let validation =
             self.validation_loss.map_or_else(String::new, |loss| format!(" validation {loss:.3}"));
         let message = format!("loss {:.3}{validation} {bytes_per_second:.0} tokens/s", row.train_loss);
-        if self.bar.is_hidden() && row.validation_loss.is_some() {
-            eprintln!("{} step {}/{} {message}", row.precision, row.step, self.steps);
+        let due = row.step == self.steps || self.last_line.elapsed() >= LINE_EVERY;
+        if self.bar.is_hidden() && due {
+            self.last_line = Instant::now();
+            // Nobody is left to be told if standard error is closed.
+            writeln!(io::stderr(), "{} step {}/{} {message}", row.precision, row.step, self.steps).ok();
         }
         self.bar.set_message(message);
         self.bar.set_position(row.step as u64);

@@ -1,7 +1,7 @@
 //! A byte-level transformer whose feed-forward layers are mixtures of experts.
 //!
 //! ```text
-//! h = embedding[byte] + position[t]
+//! h = embedding[byte]
 //! for each block: h += attention(norm(h)); h += experts(norm(h))
 //! logits = norm(h) . head
 //! ```
@@ -17,16 +17,16 @@ use std::sync::Arc;
 use burn::module::{Module, Param};
 use burn::nn::{Linear, RmsNorm};
 use burn::tensor::activation::log_softmax;
-use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 
-use self::attention::Attention;
+use self::attention::{Attention, distance_bias};
 use self::init::Initializer;
 use self::moe::MixtureOfExperts;
 use crate::Error;
 use crate::config::{ModelConfig, VOCABULARY};
 use crate::data::Batch;
-use crate::experts::Failure;
 use crate::operator::{Operator, Weights};
+use crate::ops::Failure;
 
 /// Standard deviation of the embeddings and of the output projection.
 ///
@@ -46,10 +46,10 @@ struct Block {
 #[derive(Module, Debug)]
 pub(crate) struct Transformer {
     embedding: Param<Tensor<2>>,
-    position: Param<Tensor<2>>,
     blocks: Vec<Block>,
     norm: RmsNorm,
     head: Linear,
+    heads: usize,
 }
 
 /// What all layers of one forward pass share.
@@ -59,26 +59,27 @@ pub(crate) struct Pass<'a> {
     pub(crate) weights: &'a [Arc<Weights>],
     pub(crate) seed: u64,
     pub(crate) step: u64,
+    /// Weight of each block's load-balance loss.
+    pub(crate) balance: f32,
     pub(crate) failure: Failure,
 }
 
-/// The two losses of a batch, each `[1]`.
+/// The two losses of a batch.
 pub(crate) struct Losses {
-    /// Mean nats a byte.
+    /// Mean nats a byte, `[1]`; its backward pass includes the load-balance loss.
     pub(crate) cross_entropy: Tensor<1>,
     /// Mean load-balance loss of the blocks.
-    pub(crate) balance: Tensor<1>,
+    pub(crate) balance: f32,
 }
 
 impl Transformer {
     pub(crate) fn new(config: &ModelConfig, operator: &Operator, seed: u64, device: &Device) -> Self {
-        let ModelConfig { layers, hidden, heads, context, .. } = *config;
+        let ModelConfig { layers, hidden, heads, .. } = *config;
         let init = &mut Initializer::new(device, seed);
         // Each block adds two terms to the residual stream; scaled so, their sum keeps unit variance.
         let output_gain = 1.0 / (2.0 * layers as f64).sqrt();
         Self {
             embedding: init.normal([VOCABULARY, hidden], EMBEDDING_STD),
-            position: init.normal([context, hidden], EMBEDDING_STD),
             blocks: (0..layers)
                 .map(|_| Block {
                     attention_norm: init.norm(hidden),
@@ -89,6 +90,7 @@ impl Transformer {
                 .collect(),
             norm: init.norm(hidden),
             head: init.projection(hidden, VOCABULARY, EMBEDDING_STD),
+            heads,
         }
     }
 
@@ -97,36 +99,40 @@ impl Transformer {
         self.blocks.iter().map(|block| block.experts.prepare(operator).map(Arc::new)).collect()
     }
 
-    /// `bytes [rows * context]` to logits `[rows, context, 256]` and the mean load-balance loss `[1]`.
-    pub(crate) fn forward(&self, bytes: &[u8], rows: usize, pass: &Pass<'_>) -> (Tensor<3>, Tensor<1>) {
+    /// `bytes [rows * context]` to logits `[rows, context, 256]` and the mean load-balance loss.
+    pub(crate) fn forward(
+        &self,
+        bytes: &[u8],
+        rows: usize,
+        pass: &Pass<'_>,
+    ) -> Result<(Tensor<3>, f32), Error> {
         let context = bytes.len() / rows;
         let hidden = self.embedding.dims()[1];
         let device = self.embedding.device();
-        let future = Tensor::<2, Bool>::tril_mask([context, context], 0, &device);
+        let bias = distance_bias(self.heads, context, &device);
 
         let tokens = self.embedding.val().select(0, indices(bytes, &device));
-        let position = self.position.val().narrow(0, 0, context);
-        let mut h = tokens.reshape([rows, context, hidden]) + position.unsqueeze();
-        let mut balance = Tensor::<1>::zeros([1], &device);
+        let mut h = tokens.reshape([rows, context, hidden]);
+        let mut balance = 0.0;
         for (layer, block) in self.blocks.iter().enumerate() {
-            let attended = block.attention.forward(block.attention_norm.forward(h.clone()), future.clone());
+            let attended = block.attention.forward(block.attention_norm.forward(h.clone()), bias.clone());
             h = h + attended;
             let x = block.experts_norm.forward(h.clone()).reshape([rows * context, hidden]);
-            let (y, layer_balance) = block.experts.forward(x, pass, layer);
+            let (y, layer_balance) = block.experts.forward(x, pass, layer)?;
             h = h + y.reshape([rows, context, hidden]);
-            balance = balance + layer_balance;
+            balance += layer_balance;
         }
         let logits = self.head.forward(self.norm.forward(h));
-        (logits, balance / self.blocks.len() as f64)
+        Ok((logits, balance / self.blocks.len() as f32))
     }
 
-    pub(crate) fn losses(&self, batch: &Batch, pass: &Pass<'_>) -> Losses {
-        let (logits, balance) = self.forward(&batch.inputs, batch.rows, pass);
+    pub(crate) fn losses(&self, batch: &Batch, pass: &Pass<'_>) -> Result<Losses, Error> {
+        let (logits, balance) = self.forward(&batch.inputs, batch.rows, pass)?;
         let tokens = batch.rows * batch.context;
         let device = logits.device();
         let log_probabilities = log_softmax(logits.reshape([tokens, VOCABULARY]), 1);
         let targets = indices(&batch.targets, &device).reshape([tokens, 1]);
-        Losses { cross_entropy: log_probabilities.gather(1, targets).mean().neg(), balance }
+        Ok(Losses { cross_entropy: log_probabilities.gather(1, targets).mean().neg(), balance })
     }
 }
 

@@ -4,18 +4,26 @@ use std::sync::Arc;
 
 use burn::module::{Module, Param};
 use burn::nn::Linear;
-use burn::tensor::{Int, Tensor, TensorData, activation::softmax};
+use burn::tensor::Tensor;
+use moe4::kernels;
 
 use moe4::mlp::RandomSeed;
+use moe4::routing::{RouterConfig, Routing};
 
 use super::init::Initializer;
 use super::{Pass, values};
 use crate::Error;
 use crate::config::ModelConfig;
-use crate::experts::{Call, experts};
+
 use crate::operator::{Operator, Weights};
+use crate::ops::{Call, experts, gates};
 use crate::rng::{Stream, derive};
-use crate::routing::Routing;
+
+/// Standard deviation of the experts' initial weights.
+///
+/// What training adds must stand out from the rounding of what was there before: with variance-preserving weights
+/// (0.09 here) NVFP4 ends 1.8 % above BF16.
+const EXPERT_STD: f64 = 0.02;
 
 #[derive(Module, Debug)]
 pub(crate) struct MixtureOfExperts {
@@ -37,8 +45,8 @@ impl MixtureOfExperts {
         let ModelConfig { experts, hidden, ffn, top_k, .. } = *config;
         Self {
             router: init.linear(hidden, experts, 1.0),
-            w1: init.normal([experts, fc1_rows, hidden], 1.0 / (hidden as f64).sqrt()),
-            w2: init.normal([experts, hidden, ffn], output_gain / (ffn as f64).sqrt()),
+            w1: init.normal([experts, fc1_rows, hidden], EXPERT_STD),
+            w2: init.normal([experts, hidden, ffn], output_gain * EXPERT_STD),
             top_k,
         }
     }
@@ -48,35 +56,29 @@ impl MixtureOfExperts {
         operator.prepare(&values(self.w1.val()), &values(self.w2.val()))
     }
 
-    /// `x [T, H]` to the experts' output `[T, H]` and the load-balance loss `[1]`, which is 1 when perfectly even.
+    /// `x [T, H]` to the experts' output `[T, H]` and the load-balance loss, which is 1 when perfectly even.
     ///
-    /// The chosen probabilities are normalized to sum 1. The loss is that of the Switch Transformer
-    /// (Fedus et al. 2021, equation 4): `E * sum_e f_e * P_e`, with `f_e` the share of assignments and `P_e` the
-    /// mean probability of expert e.
-    pub(super) fn forward(&self, x: Tensor<2>, pass: &Pass<'_>, layer: usize) -> (Tensor<2>, Tensor<1>) {
-        let probabilities = softmax(self.router.forward(x.clone()), 1);
-        let [tokens, count] = probabilities.dims();
-        let routing = Routing::top_k(&values(probabilities.clone()), count, self.top_k);
+    /// The gradient of the loss, times `pass.balance`, goes to the router without further ado.
+    pub(super) fn forward(
+        &self,
+        x: Tensor<2>,
+        pass: &Pass<'_>,
+        layer: usize,
+    ) -> Result<(Tensor<2>, f32), Error> {
+        let logits = self.router.forward(x.clone());
+        let config = RouterConfig { experts: logits.dims()[1], top_k: self.top_k, normalize: true };
+        let routing = Routing::new(&values(logits.clone()), config).map_err(kernels::Error::from)?;
+        let permutation = routing.permutation().map_err(kernels::Error::from)?;
+        let balance = routing.load_balance_loss();
 
-        let device = x.device();
-        let chosen: Vec<i64> = routing.experts.iter().map(|&expert| expert as i64).collect();
-        let chosen = Tensor::<2, Int>::from_data(TensorData::new(chosen, [tokens, self.top_k]), &device);
-        let gates = probabilities.clone().gather(1, chosen);
-        let gates = gates.clone() / gates.sum_dim(1);
-
-        let scale = count as f32 / routing.slot.len() as f32;
-        let share: Vec<f32> = routing.splits.iter().map(|&rows| rows as f32 * scale).collect();
-        let share = Tensor::<1>::from_data(TensorData::new(share, [count]), &device);
-        let balance = (probabilities.mean_dim(0).reshape([count]) * share).sum();
-
+        let gates = gates(logits, Arc::new(routing), pass.balance, pass.failure.clone());
         let call = Call {
             operator: Arc::clone(pass.operator),
             weights: Arc::clone(&pass.weights[layer]),
-            routing: Arc::new(routing),
+            permutation: Arc::new(permutation),
             random: RandomSeed { seed: derive(pass.seed, Stream::Rounding, layer as u64), call: pass.step },
             failure: pass.failure.clone(),
         };
-        let y = experts(x, self.w1.val(), self.w2.val(), gates.reshape([tokens * self.top_k]), call);
-        (y, balance)
+        Ok((experts(x, self.w1.val(), self.w2.val(), gates, call), balance))
     }
 }

@@ -3,7 +3,7 @@
 //! The weights' values are read from [`Weights`], prepared once an optimizer step; the tensors `w1` and `w2`
 //! enter the graph only to receive their gradients.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
@@ -11,41 +11,19 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension};
-use burn::tensor::{Shape, Tensor, TensorData};
+use burn::tensor::{Shape, Tensor};
 use moe4::mlp::{Needs, RandomSeed};
+use moe4::routing::Permutation;
 
-use crate::Error;
+use super::{Failure, tensor, values};
 use crate::operator::{Operator, Saved, Weights};
-use crate::routing::Routing;
-
-/// The first error of a forward or backward pass.
-///
-/// burn's operations return tensors, not results: the operation hands on zeros, and the error waits here.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Failure(Arc<Mutex<Option<Error>>>);
-
-impl Failure {
-    fn record<T>(&self, result: Result<T, Error>) -> Option<T> {
-        result
-            .map_err(|error| {
-                // A later error follows from the zeros of the first one and says nothing new.
-                self.0.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-            })
-            .ok()
-    }
-
-    /// The error, if there was one.
-    pub(crate) fn check(&self) -> Result<(), Error> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take().map_or(Ok(()), Err)
-    }
-}
 
 /// What one call of the operation needs besides its differentiable inputs.
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
     pub(crate) operator: Arc<Operator>,
     pub(crate) weights: Arc<Weights>,
-    pub(crate) routing: Arc<Routing>,
+    pub(crate) permutation: Arc<Permutation>,
     /// Key of the stochastic rounding, distinct for each layer and step.
     pub(crate) random: RandomSeed,
     pub(crate) failure: Failure,
@@ -127,8 +105,8 @@ impl Backward<Flex, 4> for GroupedExpertsBackward {
         let dy = grads.consume::<Flex>(&ops.node);
         let result = saved.and_then(|saved| {
             let dy = dy.to_contiguous();
-            let dy = dy.as_slice::<f32>().unwrap_or_default();
-            call.failure.record(call.operator.backward(&saved, dy, &call.routing, call.random))
+            let result = call.operator.backward(&saved, values(&dy), &call.permutation, call.random);
+            call.failure.record(result)
         });
         let gradients = match result {
             Some(gradients) => [gradients.x, gradients.w1, gradients.w2, gradients.gates],
@@ -150,51 +128,43 @@ fn forward(
 ) -> (FloatTensor<Flex>, Option<Arc<Saved>>) {
     let (x, gates) = (x.to_contiguous(), gates.to_contiguous());
     let shape = x.shape();
-    let values = x.as_slice::<f32>().unwrap_or_default();
-    let gates = gates.as_slice::<f32>().unwrap_or_default();
-    let result = call.operator.forward(&call.weights, values, gates, &call.routing, needs);
+    let result = call.operator.forward(&call.weights, values(&x), values(&gates), &call.permutation, needs);
     match call.failure.record(result) {
         Some((y, saved)) => (tensor(y, shape), Some(Arc::new(saved))),
         None => (tensor(vec![0.0; shape.num_elements()], shape), None),
     }
 }
 
-fn tensor(values: Vec<f32>, shape: Shape) -> FloatTensor<Flex> {
-    FloatTensor::<Flex>::from_data(TensorData::new(values, shape))
-}
-
 #[cfg(test)]
 mod tests {
-    use burn::tensor::{Device, Distribution, activation::silu};
+    use burn::tensor::{Device, TensorData, activation::silu};
     use half::bf16;
+    use rand::Rng;
 
     use super::*;
     use crate::config::{ModelConfig, Precision};
     use crate::model::values;
+    use crate::rng::{Stream, rng};
 
     const TOKENS: usize = 24;
     const EXPERTS: usize = 4;
     const HIDDEN: usize = 32;
     const FFN: usize = 48;
 
-    /// Random values that BF16 holds exactly, on an autodiff device.
-    fn random<const D: usize>(shape: [usize; D], scale: f64) -> Tensor<D> {
-        let tensor = Tensor::<D>::random(shape, Distribution::Normal(0.0, scale), &Device::flex());
-        let rounded: Vec<f32> = values(tensor).into_iter().map(|v| bf16::from_f32(v).to_f32()).collect();
-        Tensor::from_data(TensorData::new(rounded, shape), &Device::flex().autodiff()).require_grad()
+    /// Random values that BF16 holds exactly, uniform with the given bound, on an autodiff device.
+    fn random<const D: usize>(stream: u64, shape: [usize; D], bound: f32) -> Tensor<D> {
+        let mut rng = rng(0, Stream::Parameters, stream);
+        let values: Vec<f32> = (0..shape.iter().product())
+            .map(|_| bf16::from_f32(rng.random_range(-bound..bound)).to_f32())
+            .collect();
+        Tensor::from_data(TensorData::new(values, shape), &Device::flex().autodiff()).require_grad()
     }
 
     /// The same layer in FP32, every expert on every token, the unused results weighted with zero.
-    fn dense(
-        x: &Tensor<2>,
-        w1: &Tensor<3>,
-        w2: &Tensor<3>,
-        gates: &Tensor<1>,
-        routing: &Routing,
-    ) -> Tensor<2> {
+    fn dense(x: &Tensor<2>, w1: &Tensor<3>, w2: &Tensor<3>, gates: &Tensor<1>, chosen: &[u32]) -> Tensor<2> {
         let choices: Vec<Tensor<2>> = (0..EXPERTS)
             .map(|expert| {
-                let chosen = routing.experts.iter().map(|&choice| f32::from(choice == expert)).collect();
+                let chosen = chosen.iter().map(|&choice| f32::from(choice as usize == expert)).collect();
                 let chosen =
                     Tensor::<1>::from_data(TensorData::new::<f32, _>(chosen, [TOKENS * 2]), &x.device());
                 let weight = (gates.clone() * chosen).reshape([TOKENS, 2]).sum_dim(1);
@@ -212,29 +182,26 @@ mod tests {
     fn output_and_all_four_gradients_agree_with_a_dense_computation() {
         let config = ModelConfig { experts: EXPERTS, hidden: HIDDEN, ffn: FFN, ..ModelConfig::default() };
         let operator = Arc::new(Operator::new(&config, Precision::Bf16, false).expect("valid shape"));
-        let x = random([TOKENS, HIDDEN], 1.0);
-        let w1 = random([EXPERTS, 2 * FFN, HIDDEN], 0.2);
-        let w2 = random([EXPERTS, HIDDEN, FFN], 0.2);
-        let gates = random([TOKENS * 2], 0.5);
-        let dy = random([TOKENS, HIDDEN], 1.0).detach();
-        // Each token's two highest scores; expert 3 gets no token.
-        let scores: Vec<f32> = (0..TOKENS)
-            .flat_map(|token| [token % 3, (token + 1) % 3, 1, 0])
-            .map(|score| score as f32)
-            .collect();
-        let routing = Arc::new(Routing::top_k(&scores, EXPERTS, 2));
-        assert_eq!(routing.splits[3], 0);
-        assert!(routing.splits[..3].iter().all(|&rows| rows > 0));
+        let x = random(0, [TOKENS, HIDDEN], 1.0);
+        let w1 = random(1, [EXPERTS, 2 * FFN, HIDDEN], 0.3);
+        let w2 = random(2, [EXPERTS, HIDDEN, FFN], 0.3);
+        let gates = random(3, [TOKENS * 2], 1.0);
+        let dy = random(4, [TOKENS, HIDDEN], 1.0).detach();
+        // Two choices a token; expert 3 gets no token.
+        let chosen: Vec<u32> =
+            (0..TOKENS as u32).flat_map(|token| [token % 3, (token + 1 + token / 12) % 3]).collect();
+        let permutation = Arc::new(Permutation::new(&chosen, EXPERTS, 2).expect("valid choices"));
+        assert_eq!(permutation.splits[3], 0);
 
         let call = Call {
             weights: Arc::new(operator.prepare(&values(w1.clone()), &values(w2.clone())).expect("weights")),
             operator,
-            routing: Arc::clone(&routing),
+            permutation,
             random: RandomSeed::default(),
             failure: Failure::default(),
         };
         let y = experts(x.clone(), w1.clone(), w2.clone(), gates.clone(), call.clone());
-        let expected = dense(&x, &w1, &w2, &gates, &routing);
+        let expected = dense(&x, &w1, &w2, &gates, &chosen);
         let got_gradients = (y.clone() * dy.clone()).sum().backward();
         let expected_gradients = (expected.clone() * dy).sum().backward();
         call.failure.check().expect("no failure");
@@ -259,14 +226,5 @@ mod tests {
         let size = norm(&mut expected.iter().copied());
         assert_eq!(got.len(), expected.len(), "{name}");
         assert!(difference < 8.0 / 512.0 * size, "{name}: {difference} of {size}");
-    }
-
-    #[test]
-    fn an_error_is_kept_and_told_once() {
-        let failure = Failure::default();
-        let error = || Err::<(), _>(Error::setting("first", 1, "2"));
-        assert!(failure.record(error()).is_none());
-        assert!(failure.clone().check().is_err());
-        assert!(failure.check().is_ok());
     }
 }
