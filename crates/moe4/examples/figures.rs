@@ -13,7 +13,7 @@ const MARGIN: f64 = 20.0;
 const ROWS: [f64; 3] = [58.0, 186.0, 314.0]; // top of forward, saved, backward
 
 /// File names and drawings.
-pub fn figures() -> Vec<(&'static str, String)> {
+pub(crate) fn figures() -> Vec<(&'static str, String)> {
     [("flow-saved.svg", false), ("flow-recompute.svg", true)]
         .into_iter()
         .map(|(name, recompute_activation)| {
@@ -24,7 +24,7 @@ pub fn figures() -> Vec<(&'static str, String)> {
 }
 
 /// Where the drawings are kept.
-pub fn folder() -> PathBuf {
+pub(crate) fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/figures")
 }
 

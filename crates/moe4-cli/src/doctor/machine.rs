@@ -12,17 +12,17 @@ pub(super) fn facts() -> Vec<(&'static str, String)> {
     let wanted = RefreshKind::nothing()
         .with_cpu(CpuRefreshKind::nothing())
         .with_memory(MemoryRefreshKind::nothing().with_ram());
-    let system = System::new_with_specifics(wanted);
-    let model =
-        system.cpus().first().map(|cpu| cpu.brand().trim().to_owned()).filter(|name| !name.is_empty());
-    let cores = std::thread::available_parallelism().map_or(UNKNOWN.into(), |n| n.to_string());
+    let system = System::new_with_specifics(wanted).ok();
+    let model = system.as_ref().and_then(|s| s.cpus().first()).map(|cpu| cpu.brand().trim().to_owned());
+    let model = model.filter(|name| !name.is_empty()).unwrap_or(UNKNOWN.into());
     let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64);
+    let memory = |s: &System| format!("{}, {} available", gib(s.total_memory()), gib(s.available_memory()));
     vec![
-        ("system", System::long_os_version().unwrap_or_else(|| std::env::consts::OS.into())),
-        ("processor", format!("{} ({})", model.unwrap_or(UNKNOWN.into()), std::env::consts::ARCH)),
-        ("cores to use", cores),
+        ("system", System::long_os_version().unwrap_or_else(|_| std::env::consts::OS.into())),
+        ("processor", format!("{model} ({})", std::env::consts::ARCH)),
+        ("cores to use", std::thread::available_parallelism().map_or(UNKNOWN.into(), |n| n.to_string())),
         ("vector extensions", extensions()),
-        ("memory", format!("{}, {} available", gib(system.total_memory()), gib(system.available_memory()))),
+        ("memory", system.as_ref().map_or(UNKNOWN.into(), memory)),
     ]
 }
 
