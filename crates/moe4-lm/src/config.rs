@@ -133,9 +133,9 @@ impl Default for TrainingConfig {
     fn default() -> Self {
         Self {
             precisions: vec![Precision::Bf16, Precision::Nvfp4],
-            steps: 400,
+            steps: 500,
             batch: 8,
-            learning_rate: 1e-3,
+            learning_rate: 2e-3,
             warmup: 50,
             balance: 0.01,
             recompute: false,
