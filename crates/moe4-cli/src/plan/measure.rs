@@ -13,6 +13,7 @@ use moe4::mlp::{
 };
 use moe4::numerics::philox::philox4x32;
 use moe4::tensor::Groups;
+use sysinfo::{MemoryRefreshKind, RefreshKind, System};
 
 use crate::output;
 
@@ -33,6 +34,7 @@ struct Step<'a> {
 
 /// The machine, and the median time of each pass in the order of the plan.
 pub(super) fn run(mlp: &GroupedMlp, needs: Needs, groups: &Groups) -> Result<(String, Vec<Duration>)> {
+    check_memory(mlp, groups)?;
     let backend = Cpu::new();
     let ledger = Ledger::new(&backend);
     let bar = output::step_progress("measuring", STEPS as u64 + 1);
@@ -57,6 +59,28 @@ pub(super) fn run(mlp: &GroupedMlp, needs: Needs, groups: &Groups) -> Result<(St
         of_pass[STEPS / 2]
     };
     Ok((format!("cpu: {}", backend.capabilities().path), (0..passes).map(median).collect()))
+}
+
+/// Refuses a shape that this machine has no room for, rather than dying half-way.
+fn check_memory(mlp: &GroupedMlp, groups: &Groups) -> Result<()> {
+    let c = mlp.config();
+    let weights: usize = mlp.weight_shapes().iter().map(|s| c.experts * s.n * s.k).sum();
+    let row = c.hidden + c.ffn + c.fc1_rows();
+    // Weights in BF16, packed, and their gradients; x, dy, dx, y, c, dc, h, their copies and dh for each row.
+    let needed = weights * (2 + 1 + 4) + groups.rows() * row * 8;
+    let ram = RefreshKind::nothing().with_memory(MemoryRefreshKind::nothing().with_ram());
+    let Ok(system) = System::new_with_specifics(ram) else { return Ok(()) };
+    let available = system.available_memory();
+    if needed as u64 > available {
+        let gib = |n: u64| n as f64 / (1u64 << 30) as f64;
+        bail!(
+            "--measure: expected a shape that fits in {:.1} GiB of free memory, got one of about {:.1} GiB; \
+             choose fewer tokens, experts or a smaller size",
+            gib(available),
+            gib(needed as u64)
+        );
+    }
+    Ok(())
 }
 
 /// Uniform values between `-scale` and `scale`.

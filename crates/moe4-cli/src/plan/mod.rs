@@ -88,6 +88,7 @@ impl From<NeedsArg> for Needs {
 
 /// Runs the command.
 pub(crate) fn run(args: PlanArgs) -> Result<()> {
+    args.check()?;
     let mlp = GroupedMlp::new(args.config())?;
     let groups = args.groups()?;
     let needs = args.needs.into();
@@ -104,6 +105,27 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
 }
 
 impl PlanArgs {
+    /// Sizes far beyond any model, up to which no count of bytes or operations overflows.
+    fn check(&self) -> Result<()> {
+        for (option, size) in [("--experts", self.experts), ("--hidden", self.hidden), ("--ffn", self.ffn)] {
+            if size > 1 << 16 {
+                bail!("{option}: expected at most {}, got {size}", 1 << 16);
+            }
+        }
+        if self.top_k == 0 || self.top_k > self.experts {
+            bail!(
+                "--top-k: expected 1 to the number of experts, got {} with {} experts",
+                self.top_k,
+                self.experts
+            );
+        }
+        if self.tokens.checked_mul(self.top_k).is_none_or(|rows| rows > 1 << 26) {
+            let most = (1 << 26) / self.top_k;
+            bail!("--tokens: expected at most {most} with top {}, got {}", self.top_k, self.tokens);
+        }
+        Ok(())
+    }
+
     fn config(&self) -> GroupedMlpConfig {
         let mut config = GroupedMlpConfig {
             activation: self.activation,
@@ -122,17 +144,7 @@ impl PlanArgs {
 
     /// A balanced router: every expert gets its share of the rows.
     fn groups(&self) -> Result<Groups> {
-        if self.top_k == 0 || self.top_k > self.experts {
-            bail!(
-                "--top-k: expected 1 to the number of experts, got {} with {} experts",
-                self.top_k,
-                self.experts
-            );
-        }
-        let rows = self.tokens.checked_mul(self.top_k).filter(|&rows| rows < 1 << 40);
-        let Some(rows) = rows else {
-            bail!("--tokens: expected fewer than 2^40 rows, got {} tokens times {}", self.tokens, self.top_k);
-        };
+        let rows = self.tokens * self.top_k;
         let split = |e: usize| rows / self.experts + usize::from(e < rows % self.experts);
         Ok(Groups::new(&(0..self.experts).map(split).collect::<Vec<_>>(), rows)?)
     }

@@ -104,6 +104,14 @@ impl PagedSaved {
     pub fn bytes(&self) -> usize {
         self.owned.bytes
     }
+
+    /// The tensors again; the pages are free afterwards.
+    pub fn restore(self) -> Saved<Host> {
+        let PagedSaved { owned, shell: mut saved, lengths } = self;
+        give_contents(&mut saved, &lengths);
+        owned.pool.read(&owned.pages, &mut live_parts(&mut saved));
+        saved
+    }
 }
 
 impl Pool {
@@ -183,11 +191,7 @@ impl Stash<Host> for PagedStash {
     }
 
     fn restore(&self, stored: PagedSaved) -> Result<Saved<Host>, Error> {
-        let PagedSaved { owned, shell: mut saved, lengths } = stored;
-        give_contents(&mut saved, &lengths);
-        // The pages are those of the pool that stored them, also if `self` is another one.
-        owned.pool.read(&owned.pages, &mut live_parts(&mut saved));
-        Ok(saved)
+        Ok(stored.restore())
     }
 }
 
