@@ -1,7 +1,7 @@
 //! The contract between the operator and the hardware.
 //!
 //! [`Backend`] is a short list of passes; [`contract`] describes each by what it reads and writes. The operator in
-//! [`crate::mlp`] is written against this module alone. Backends here: [`reference`] (scalar, the oracle) and
+//! [`crate::mlp`] is written against this module alone. Backends here: [`mod@reference`] (scalar, the oracle) and
 //! [`cpu`] (SIMD, all cores).
 
 pub mod activation;
