@@ -149,7 +149,7 @@ pub(super) fn passes_left_out<B: Backend>(b: &B) -> Outcome {
             counted("amax passes", 2, count(&off, PassName::GroupHadamardAmax))?;
             counted("plain amax passes", 0, count(&off, PassName::GroupAmax))?;
             counted("quantizations in both directions", 4, count(&off, BOTH))?;
-            counted("all passes", 11, off.len())?;
+            counted("all passes", 12, off.len())?;
 
             let mut step = inputs.step();
             step.config.recompute_activation = true;
