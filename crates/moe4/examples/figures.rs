@@ -52,8 +52,11 @@ fn draw(plan: &Plan) -> String {
     heading(&mut svg, ROWS[2], "backward");
     row(&mut svg, ROWS[0], &plan.forward, "#e8f0fe", "#3367d6");
     row(&mut svg, ROWS[2], &plan.backward, "#fdeee2", "#c05a12");
+    let mut free = MARGIN;
     for saved in saved_tensors(plan) {
-        let x = (center(saved.from) + center(saved.to)) / 2.0;
+        // Half-way between maker and reader, unless another one stands there.
+        let x = f64::max((center(saved.from) + center(saved.to)) / 2.0, free + BOX.0 / 2.0);
+        free = x + BOX.0 / 2.0 + GAP;
         rectangle(&mut svg, x, ROWS[1], "#eaf6ea", "#2e7d32", &[saved.label.as_str()]);
         arrow(&mut svg, (center(saved.from), ROWS[0] + BOX.1), (x, ROWS[1]));
         arrow(&mut svg, (x, ROWS[1] + BOX.1), (center(saved.to), ROWS[2]));
@@ -80,13 +83,8 @@ fn saved_tensors(plan: &Plan) -> Vec<Saved> {
         _ => add("h, 4 bits", find(forward, "h", "group_quantize"), find(backward, "dw2", "grouped_wgrad")),
     }
     add("x, 4 bits", find(forward, "x", "group_quantize"), find(backward, "dw1", "grouped_wgrad"));
-    spread(&mut all);
+    all.sort_by_key(|s| s.from + s.to);
     all
-}
-
-/// Saved tensors are drawn half-way between maker and reader; this keeps them from lying on each other.
-fn spread(saved: &mut [Saved]) {
-    saved.sort_by_key(|s| s.from + s.to);
 }
 
 fn left(column: usize) -> f64 {
@@ -126,15 +124,11 @@ fn rectangle(svg: &mut String, center: f64, top: f64, fill: &str, stroke: &str, 
     let first = top + h / 2.0 + 4.0 - 8.0 * (lines.len() - 1) as f64;
     for (i, line) in lines.iter().enumerate() {
         let (y, weight) = (first + 16.0 * i as f64, if i == 0 { "bold" } else { "normal" });
-        // Long details are squeezed rather than cut.
-        let fit = if line.len() > 20 {
-            format!(r#" textLength="{}" lengthAdjust="spacingAndGlyphs""#, w - 10.0)
-        } else {
-            String::new()
-        };
+        // A character is about 0.6 of the font size wide.
+        let size = f64::min(12.0, (w - 10.0) / (0.6 * line.len() as f64));
         let _ = writeln!(
             svg,
-            r##"<text x="{center}" y="{y}" text-anchor="middle" fill="#222" font-weight="{weight}"{fit}>{line}</text>"##
+            r##"<text x="{center}" y="{y}" text-anchor="middle" fill="#222" font-weight="{weight}" font-size="{size:.1}">{line}</text>"##
         );
     }
 }
