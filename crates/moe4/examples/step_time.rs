@@ -1,7 +1,8 @@
 //! Times one forward and backward of the grouped MLP on this machine's CPU, NVFP4 beside BF16.
 //!
 //! `cargo run --release -p moe4 --example step_time [-- E T H F]`; the default is E=8 T=2048 H=512 F=1024, SwiGLU.
-//! Before timing, the result is checked against the scalar reference on a small shape.
+//! Before timing, the result is checked against the scalar reference on a small shape. Prints JSON, as it is kept in
+//! `bench/record/`: quantization of the weights, forward and backward, with all gradients.
 
 use half::bf16;
 use moe4::kernels::cpu::Cpu;
@@ -90,18 +91,13 @@ fn distance(a: &[bf16], b: &[bf16]) -> f64 {
     difference / norm(&mut b.iter().map(|b| b.to_f64()))
 }
 
+const RUNS: usize = 15;
+
 fn main() {
     let given: Vec<usize> = std::env::args().skip(1).filter_map(|a| a.parse().ok()).collect();
     let shape = <[usize; 4]>::try_from(given).unwrap_or([8, 2048, 512, 1024]);
     let cpu = Cpu::new();
-    println!(
-        "{}, E={} T={} H={} F={} swiglu",
-        cpu.capabilities().path,
-        shape[0],
-        shape[1],
-        shape[2],
-        shape[3]
-    );
+    let mut rows = vec![];
     for precision in [Precision::Bf16, Precision::Nvfp4] {
         let small = [4, 96, 64, 96];
         let (ours, oracle) =
@@ -112,7 +108,7 @@ fn main() {
         }
         let mut step = Step::new(shape, precision);
         step.run(&cpu);
-        let mut times: Vec<f64> = (0..9)
+        let mut times: Vec<f64> = (0..RUNS)
             .map(|_| {
                 let start = Instant::now();
                 step.run(&cpu);
@@ -120,13 +116,25 @@ fn main() {
             })
             .collect();
         times.sort_by(f64::total_cmp);
-        let [e, t, h, f] = shape.map(|n| n as f64);
-        let flops = 3.0 * 2.0 * t * h * 3.0 * f;
-        let ms = times[times.len() / 2];
-        println!(
-            "{precision}: {ms:.1} ms (median of 9, min {:.1}), {:.0} GFLOP/s, {e} experts",
-            times[0],
-            flops / ms / 1e6
-        );
+        let [experts, tokens, hidden, ffn] = shape;
+        let flops = 3 * 2 * tokens * hidden * 3 * ffn;
+        let median = times[RUNS / 2];
+        rows.push(serde_json::json!({
+            "name": format!("grouped_mlp step, {precision}, swiglu"),
+            "shape": { "E": experts, "T": tokens, "H": hidden, "F": ffn },
+            "backend": format!("cpu: {}", cpu.capabilities().path),
+            "median_ms": round(median),
+            "min_ms": round(times[0]),
+            "max_ms": round(times[RUNS - 1]),
+            "runs": RUNS,
+            "flops": flops,
+            "gflops_per_s": round(flops as f64 / median / 1e6),
+        }));
     }
+    println!("{:#}", serde_json::json!({ "rows": rows }));
+}
+
+/// To a tenth.
+fn round(v: f64) -> f64 {
+    (v * 10.0).round() / 10.0
 }
