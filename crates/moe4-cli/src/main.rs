@@ -4,8 +4,10 @@
 
 #![forbid(unsafe_code)]
 
+mod doctor;
 mod options;
 mod output;
+mod plan;
 mod quantize;
 mod replay;
 mod train;
@@ -32,6 +34,10 @@ struct Cli {
 enum Command {
     /// Train a small mixture-of-experts language model in BF16 and in NVFP4, and compare the losses.
     Train(train::TrainArgs),
+    /// Tell what this machine has and which kernels run on it, and check their bytes.
+    Doctor(doctor::DoctorArgs),
+    /// Show what the operator will do for a shape: copies, passes, bytes, savings.
+    Plan(plan::PlanArgs),
     /// Quantize the 2-D tensors of a safetensors file to NVFP4.
     Quantize(quantize::QuantizeArgs),
     /// Run the grouped MLP, forward and backward, on captured tensors.
@@ -45,6 +51,8 @@ fn main() -> ExitCode {
     };
     let result = match cli.command {
         Command::Train(args) => train::run(args),
+        Command::Doctor(args) => doctor::run(args),
+        Command::Plan(args) => plan::run(args),
         Command::Quantize(args) => quantize::run(args),
         Command::Replay(args) => replay::run(args),
     };

@@ -42,6 +42,15 @@ pub(crate) fn byte_progress(length: u64) -> ProgressBar {
     }
 }
 
+/// A progress bar that shows only on a terminal, over `length` steps.
+pub(crate) fn step_progress(what: &'static str, length: u64) -> ProgressBar {
+    let bar = ProgressBar::new(length).with_message(what);
+    match ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len} {eta}") {
+        Ok(style) => bar.with_style(style),
+        Err(_) => bar,
+    }
+}
+
 /// `[128, 64]`.
 pub(crate) fn shape(dims: &[usize]) -> String {
     format!("{dims:?}")

@@ -9,7 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use moe4::kernels::activation::Activation;
-use moe4_lm::{Corpus, DataConfig, ModelConfig, Outcome, Precision, Run, RunConfig, Summary, TrainingConfig};
+use moe4::mlp::PagedStashStats;
+use moe4_lm::{
+    Corpus, DataConfig, ModelConfig, Outcome, Precision, Run, RunConfig, Stash, Summary, TrainingConfig,
+};
 
 use self::progress::Progress;
 use crate::output;
@@ -48,6 +51,10 @@ struct Settings {
     /// Rebuild the experts' inner activations in the backward pass instead of keeping them
     #[arg(long)]
     recompute: bool,
+
+    /// Where the experts' saved tensors wait for the backward pass: where they were made, or in a pool of pages
+    #[arg(long, value_enum, default_value_t = StashArg::InPlace)]
+    stash: StashArg,
 
     /// Optimizer steps
     #[arg(long, value_name = "N", default_value_t = TrainingConfig::default().steps)]
@@ -100,6 +107,12 @@ struct Settings {
     /// Text to train on [default: Pride and Prejudice, which ships with moe4]
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum StashArg {
+    InPlace,
+    Paged,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -157,6 +170,10 @@ fn start(args: &TrainArgs) -> Result<Run> {
             learning_rate: settings.lr,
             warmup: settings.warmup,
             recompute: settings.recompute,
+            stash: match settings.stash {
+                StashArg::InPlace => Stash::InPlace,
+                StashArg::Paged => Stash::Paged,
+            },
             seed: settings.seed,
             ..TrainingConfig::default()
         },
@@ -226,5 +243,22 @@ fn table(summary: &Summary) -> String {
         ]);
     }
     rows.push(vec!["byte frequencies".to_owned(), String::new(), loss(summary.unigram_loss), String::new()]);
-    output::table(&["nats per byte", "training", "validation", "tokens/s"], 1, rows)
+    let mut text = output::table(&["nats per byte", "training", "validation", "tokens/s"], 1, rows);
+    for model in &summary.models {
+        if let Some(stash) = &model.stash {
+            text.push_str(&stash_line(model.precision, stash));
+        }
+    }
+    text
+}
+
+fn stash_line(precision: Precision, stash: &PagedStashStats) -> String {
+    let mib = |pages: usize| (pages * stash.page_bytes) as f64 / (1 << 20) as f64;
+    let (peak, total) = (stash.pages.peak, stash.pages.total);
+    format!(
+        "paged stash, {precision}: peak {peak} of {total} pages of {} KiB, {:.1} of {:.1} MiB\n",
+        stash.page_bytes >> 10,
+        mib(peak),
+        mib(total),
+    )
 }

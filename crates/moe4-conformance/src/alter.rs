@@ -4,7 +4,8 @@
 //! that is how memory is poisoned, how passes are watched, and how backends are made that are wrong on purpose.
 
 use moe4::kernels::contract::*;
-use moe4::kernels::{Backend, Buffer, Capabilities, Element, Error, View};
+use moe4::kernels::{Backend, Buffer, Capabilities, Element, Error, Memory, View};
+use moe4::tensor::Groups;
 
 /// What to do differently.
 #[allow(missing_docs, reason = "each method is the pass of the same name in `Backend`")]
@@ -61,6 +62,9 @@ impl<B: Backend, A: Alter<B>> Backend for Altered<'_, B, A> {
 
     fn capabilities(&self) -> Capabilities {
         self.inner.capabilities()
+    }
+    fn groups(&self, groups: &Groups) -> Result<<Self::Memory as Memory>::Groups, Error> {
+        self.inner.groups(groups)
     }
     fn empty<T: Element>(&self, len: usize) -> Result<Buffer<B::Memory, T>, Error> {
         self.alteration.empty(self.inner, len)

@@ -9,7 +9,7 @@
 //!
 //! A check takes a backend and says that it passed, or which tensor, which index, what was expected and what came
 //! out. Host data goes in and host data comes out, so a backend in device memory runs the same list: it implements
-//! [`Subject`], which adds one method to the contract, and calls [`run`]. Every output is filled with poison (bytes
+//! [`Backend`], which adds one method to the contract, and calls [`run`]. Every output is filled with poison (bytes
 //! 0xAA, NaN) before its pass, and rows past `sum(splits)` hold NaN or huge numbers.
 //!
 //! | module | what |
@@ -74,24 +74,28 @@ pub mod golden;
 pub mod judge;
 pub mod mlp_rule;
 mod report;
-mod subject;
 
+use moe4::kernels::{Backend, Host};
 pub use report::{Failure, InCase, Line, Outcome, Report};
-pub use subject::Subject;
 
 use checks::Check;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Runs every check.
-pub fn run<B: Subject>(backend: &B) -> Report {
+pub fn run<B: Backend>(backend: &B) -> Report {
     run_checks(backend, checks::all())
+}
+
+/// Runs the checks that need host memory.
+pub fn run_host_memory<B: Backend<Memory = Host>>(backend: &B) -> Report {
+    run_checks(backend, checks::host_memory())
 }
 
 /// Runs the checks of these names.
 ///
 /// # Panics
 /// If no check has one of the names.
-pub fn run_only<B: Subject>(backend: &B, names: &[&str]) -> Report {
+pub fn run_only<B: Backend>(backend: &B, names: &[&str]) -> Report {
     let mut checks = checks::all::<B>();
     for name in names {
         assert!(checks.iter().any(|check| check.name == *name), "no check is named {name}");
@@ -100,7 +104,7 @@ pub fn run_only<B: Subject>(backend: &B, names: &[&str]) -> Report {
     run_checks(backend, checks)
 }
 
-fn run_checks<B: Subject>(backend: &B, checks: Vec<Check<B>>) -> Report {
+fn run_checks<B: Backend>(backend: &B, checks: Vec<Check<B>>) -> Report {
     let capabilities = backend.capabilities();
     let line = |Check { name, run, .. }: Check<B>| {
         let outcome = catch_unwind(AssertUnwindSafe(|| run(backend))).unwrap_or_else(|panic| {

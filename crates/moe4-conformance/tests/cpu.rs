@@ -3,14 +3,16 @@
 
 use moe4::kernels::cpu::{Cpu, Isa};
 use moe4_conformance::checks::{large_steps, same_steps};
-use moe4_conformance::{InCase, run};
+use moe4_conformance::{InCase, run, run_host_memory};
 use rayon::ThreadPoolBuilder;
 
 #[test]
 fn every_check_passes_on_every_instruction_set() {
     for isa in Isa::available() {
-        let report = run(&Cpu::with_isa(isa));
-        assert!(report.passed(), "{report}");
+        let cpu = Cpu::with_isa(isa);
+        for report in [run(&cpu), run_host_memory(&cpu)] {
+            assert!(report.passed(), "{report}");
+        }
     }
 }
 

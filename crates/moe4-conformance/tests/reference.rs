@@ -1,9 +1,11 @@
 //! The oracle passes its own suite.
 
 use moe4::kernels::reference::Reference;
+use moe4_conformance::{run, run_host_memory};
 
 #[test]
 fn every_check_passes() {
-    let report = moe4_conformance::run(&Reference);
-    assert!(report.passed(), "{report}");
+    for report in [run(&Reference), run_host_memory(&Reference)] {
+        assert!(report.passed(), "{report}");
+    }
 }

@@ -60,6 +60,17 @@ impl FromStr for Precision {
     }
 }
 
+/// Where the experts' saved tensors wait for the backward pass. The losses are the same bits.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Stash {
+    /// Where the forward pass made them.
+    #[default]
+    InPlace,
+    /// In pages of a pool that is allocated once.
+    Paged,
+}
+
 /// The model's shape.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -117,6 +128,9 @@ pub struct TrainingConfig {
     pub balance: f64,
     /// Rebuild the experts' inner activations in the backward pass instead of keeping them.
     pub recompute: bool,
+    /// Where the experts' saved tensors wait for the backward pass.
+    #[serde(default)]
+    pub stash: Stash,
     /// Parameters, batches, stochastic rounding and sampled text follow from it.
     pub seed: u64,
     /// Steps between validations.
@@ -139,6 +153,7 @@ impl Default for TrainingConfig {
             warmup: 50,
             balance: 0.01,
             recompute: false,
+            stash: Stash::InPlace,
             seed: 1,
             validate_every: 50,
             validation_windows: 64,

@@ -16,6 +16,9 @@ pub enum Error {
         /// What the setting allows.
         expected: String,
     },
+    /// A graph was run backward a second time.
+    #[error("the experts' backward pass ran twice over one forward pass; run the forward pass again")]
+    Reused,
     /// The text is too short for the configured context.
     #[error(
         "{path} holds {got} bytes, but training with a context of {context} needs at least {needed}: give more text or a smaller --context"

@@ -19,7 +19,7 @@ mod rng;
 mod run;
 mod trainer;
 
-pub use config::{DataConfig, ModelConfig, Precision, RunConfig, TrainingConfig, VOCABULARY};
+pub use config::{DataConfig, ModelConfig, Precision, RunConfig, Stash, TrainingConfig, VOCABULARY};
 pub use data::{Batch, Corpus, SHIPPED_NAME};
 pub use error::Error;
 pub use metrics::{Metrics, MetricsRow};

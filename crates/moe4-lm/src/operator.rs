@@ -14,29 +14,39 @@ use std::sync::Arc;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 use moe4::kernels::cpu::Cpu;
+use moe4::kernels::work::Rows;
 use moe4::kernels::{self, Host, Memory};
 use moe4::mlp::{
-    self, BackwardArgs, ForwardArgs, GradBuffers, GradMode, GroupedMlp, GroupedMlpConfig, Needs,
-    PreparedWeights, RandomSeed, WeightGrad, WeightGrads, WeightSource,
+    self, BackwardArgs, ForwardArgs, GradBuffers, GradMode, GroupedMlp, GroupedMlpConfig, Needs, PagedSaved,
+    PagedStash, PagedStashStats, PreparedWeights, RandomSeed, Stash as _, WeightGrad, WeightGrads,
+    WeightSource,
 };
 use moe4::routing::Permutation;
 use moe4::tensor::Groups;
 
 use crate::Error;
-use crate::config::{ModelConfig, Precision};
+use crate::config::{ModelConfig, Precision, Stash};
 
 /// The grouped MLP of one configuration on the CPU.
 #[derive(Debug)]
 pub(crate) struct Operator {
     mlp: GroupedMlp,
     backend: Cpu,
+    stash: Option<PagedStash>,
 }
 
 /// One layer's weights, quantized or rounded to BF16.
 pub(crate) type Weights = PreparedWeights<Host>;
 
 /// What the backward pass of one call needs.
-pub(crate) type Saved = mlp::Saved<Host>;
+#[derive(Debug)]
+pub(crate) enum Saved {
+    InPlace(mlp::Saved<Host>),
+    Paged(PagedSaved),
+}
+
+/// Bytes of a page: small beside a layer's tensors, large beside the cost of a copy.
+const PAGE_BYTES: usize = 64 << 10;
 
 /// Gradients of the four inputs, each of its input's shape.
 pub(crate) struct Gradients {
@@ -47,7 +57,14 @@ pub(crate) struct Gradients {
 }
 
 impl Operator {
-    pub(crate) fn new(model: &ModelConfig, precision: Precision, recompute: bool) -> Result<Self, Error> {
+    /// `tokens` are those of a batch: with a paged stash, the pool holds what all layers save for them.
+    pub(crate) fn new(
+        model: &ModelConfig,
+        precision: Precision,
+        recompute: bool,
+        stash: Stash,
+        tokens: usize,
+    ) -> Result<Self, Error> {
         let mlp = GroupedMlp::new(GroupedMlpConfig {
             activation: model.activation,
             precision: match precision {
@@ -57,7 +74,16 @@ impl Operator {
             recompute_activation: recompute,
             ..GroupedMlpConfig::new(model.experts, model.hidden, model.ffn)
         })?;
-        Ok(Self { mlp, backend: Cpu::new() })
+        let stash = match stash {
+            Stash::InPlace => None,
+            Stash::Paged => Some(pool(&mlp, model, tokens)?),
+        };
+        Ok(Self { mlp, backend: Cpu::new(), stash })
+    }
+
+    /// How full the pool was at most, if there is one.
+    pub(crate) fn stash_stats(&self) -> Option<PagedStashStats> {
+        self.stash.as_ref().map(PagedStash::stats)
     }
 
     /// `N1`, the rows of each expert's W1.
@@ -93,17 +119,29 @@ impl Operator {
             trace: None,
         };
         let forward = self.mlp.forward(&self.backend, args)?;
-        Ok((self.to_tokens(&forward.y, permutation)?, forward.saved))
+        let saved = match &self.stash {
+            Some(stash) if needs.backward() => match stash.store(forward.saved) {
+                Ok(stored) => Saved::Paged(stored),
+                // The pool is sized for a batch; whatever else asks for room goes on in place.
+                Err(refused) => Saved::InPlace(refused.saved),
+            },
+            _ => Saved::InPlace(forward.saved),
+        };
+        Ok((self.to_tokens(&forward.y, permutation)?, saved))
     }
 
     /// `dy [T, H]` to the gradients; `random` keys the stochastic rounding.
     pub(crate) fn backward(
         &self,
-        saved: &Saved,
+        saved: Saved,
         dy: &[f32],
         permutation: &Permutation,
         random: RandomSeed,
     ) -> Result<Gradients, Error> {
+        let saved = match saved {
+            Saved::InPlace(saved) => saved,
+            Saved::Paged(stored) => stored.restore(),
+        };
         let experts = self.mlp.config().experts;
         let [mut w1, mut w2] = self.mlp.weight_shapes().map(|shape| vec![0.0; experts * shape.n * shape.k]);
         let dy = self.to_expert_order(dy, permutation)?;
@@ -114,7 +152,7 @@ impl Operator {
         let dw = Some(WeightGrads { dw1: gradient(&mut w1), dw2: gradient(&mut w2) });
         let gradients = self.mlp.backward(
             &self.backend,
-            saved,
+            &saved,
             BackwardArgs { dy: dy.as_slice(), random, dw, trace: None },
         )?;
 
@@ -138,6 +176,16 @@ impl Operator {
         sums.convert_to_f32_slice(&mut values);
         Ok(values)
     }
+}
+
+/// Pages for every layer's saved tensors of one batch, each expert's tokens rounded up to 16.
+fn pool(mlp: &GroupedMlp, model: &ModelConfig, tokens: usize) -> Result<PagedStash, Error> {
+    let rows = tokens * model.top_k;
+    let rows = Rows { rows, padded: rows + 15 * model.experts, experts: model.experts };
+    let layer: usize = mlp.plan(Needs::ALL).saved_bytes(rows).iter().map(|tensor| tensor.bytes).sum();
+    let pages = model.layers * layer.div_ceil(PAGE_BYTES);
+    let pages = u32::try_from(pages).map_err(|_| Error::setting("stash", pages, "fewer than 2^32 pages"))?;
+    Ok(PagedStash::new(PAGE_BYTES, pages)?)
 }
 
 fn to_bf16(values: &[f32]) -> Vec<bf16> {

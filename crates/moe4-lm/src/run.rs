@@ -15,6 +15,8 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use moe4::mlp::PagedStashStats;
+
 use crate::config::{DataConfig, Precision, RunConfig};
 use crate::data::{Corpus, SHIPPED_NAME};
 use crate::files::write_whole;
@@ -85,6 +87,8 @@ pub struct ModelSummary {
     pub validation_loss: f64,
     /// Training throughput; None if no step was done in this session.
     pub bytes_per_second: Option<f64>,
+    /// How full the paged stash was at most, if there is one.
+    pub stash: Option<PagedStashStats>,
 }
 
 /// A run folder and what belongs to it.
@@ -176,6 +180,7 @@ impl Run {
                 training_loss: metrics.recent_training_loss(precision, REPORTED_STEPS),
                 validation_loss: trainer.validate(None)?,
                 bytes_per_second: speed.bytes_per_second(),
+                stash: trainer.stash_stats(),
             });
             let text = trainer.sample(PROMPT.as_bytes(), config.training.sample_bytes)?;
             samples += &format!("[{precision}]\n{PROMPT}{}\n\n", String::from_utf8_lossy(&text));

@@ -6,10 +6,11 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
+use moe4::mlp::PagedStashStats;
 use rand::Rng;
 
 use crate::checkpoint::Header;
-use crate::config::{Precision, RunConfig};
+use crate::config::{Precision, RunConfig, TrainingConfig};
 use crate::data::Corpus;
 use crate::model::{Pass, Transformer, values};
 use crate::operator::{Operator, Weights};
@@ -50,11 +51,18 @@ impl<'a> Trainer<'a> {
     pub fn new(config: &'a RunConfig, corpus: &'a Corpus, precision: Precision) -> Result<Self, Error> {
         config.check(corpus)?;
         let device = Device::flex().autodiff();
-        let operator = Arc::new(Operator::new(&config.model, precision, config.training.recompute)?);
+        let TrainingConfig { recompute, stash, batch, .. } = config.training;
+        let tokens = batch * config.model.context;
+        let operator = Arc::new(Operator::new(&config.model, precision, recompute, stash, tokens)?);
         let model = Transformer::new(&config.model, &operator, config.training.seed, &device);
         let optimizer =
             AdamWConfig::new().with_beta_2(0.99).with_epsilon(1e-8).with_weight_decay(0.01).init();
         Ok(Self { config, corpus, precision, operator, model, optimizer, step: 0 })
+    }
+
+    /// How full the paged stash was at most, if there is one.
+    pub fn stash_stats(&self) -> Option<PagedStashStats> {
+        self.operator.stash_stats()
     }
 
     /// Steps done.

@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 
 use moe4_lm::{
     Corpus, DataConfig, Error, MetricsRow, ModelConfig, Observer, Outcome, Precision, Run, RunConfig,
-    SHIPPED_NAME, TrainingConfig,
+    SHIPPED_NAME, Stash, TrainingConfig,
 };
 
 /// Stops the run after so many steps.
@@ -119,15 +119,24 @@ fn precisions_share_parameters_and_batches_but_not_results() {
 }
 
 #[test]
-fn recompute_changes_no_bit() {
-    let folders = [false, true].map(|recompute| {
+fn recompute_and_a_paged_stash_change_no_bit() {
+    let options =
+        [(false, Stash::InPlace), (true, Stash::InPlace), (false, Stash::Paged), (true, Stash::Paged)];
+    let [plain, others @ ..] = options.map(|(recompute, stash)| {
         let folder = tempfile::tempdir().expect("temporary folder");
-        let training = TrainingConfig { recompute, steps: 4, ..config().training };
-        finish(&mut create(folder.path(), RunConfig { training, ..config() }).expect("create"), 2);
-        folder
+        let training = TrainingConfig { recompute, stash, steps: 4, ..config().training };
+        let mut run = create(folder.path(), RunConfig { training, ..config() }).expect("create");
+        let Outcome::Finished(summary) = finish(&mut run, 2) else { panic!("stopped by nobody") };
+        for model in &summary.models {
+            // Every layer's tensors were in pages at the same time, and none is left.
+            let used = model.stash.map(|stats| (stats.pages.used, stats.pages.peak >= config().model.layers));
+            assert_eq!(used, (stash == Stash::Paged).then_some((0, true)));
+        }
+        read(folder.path(), "metrics.csv")
     });
-    let [off, on] = folders.each_ref().map(|folder| read(folder.path(), "metrics.csv"));
-    assert_eq!(off, on);
+    for other in others {
+        assert_eq!(plain, other);
+    }
 }
 
 #[test]

@@ -150,9 +150,10 @@ pub(crate) fn run(args: QuantizeArgs) -> Result<()> {
     let mut input = TensorFile::open(&args.input)?;
     output::refuse_same_file(&args.input, &args.output)?;
     let plan = Plan::new(&input, &settings)?;
+    // Before there is a temporary file that an interrupt could leave behind.
+    let interrupted = interrupt_flag()?;
     let mut writer = TensorWriter::create(&args.output, &plan.outputs(&settings), &settings.metadata())?;
 
-    let interrupted = interrupt_flag()?;
     let progress = output::byte_progress(plan.input_bytes());
     let mut rows = Vec::new();
     for job in &plan.jobs {

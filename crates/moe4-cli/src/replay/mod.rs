@@ -18,9 +18,11 @@ use moe4::checkpoint::{TensorFile, TensorWriter};
 
 use moe4::kernels::cpu::Cpu;
 use moe4::kernels::reference::Reference;
-use moe4::mlp::{Activation, GluLayout, GradientRounding, GroupedMlpConfig, Precision};
+use moe4::kernels::work::Work;
+use moe4::kernels::{Backend, Entry, Host, Ledger};
+use moe4::mlp::{Activation, DcAmax, GluLayout, GradientRounding, GroupedMlpConfig};
 
-use crate::options::{RhtArg, RoundingArg};
+use crate::options::{DcAmaxArg, PrecisionArg, RhtArg, RoundingArg, Switch};
 use crate::output;
 use inputs::Inputs;
 use operator::Replayed;
@@ -53,6 +55,9 @@ pub(crate) struct ReplayArgs {
     /// Rebuild h in the backward instead of saving it; the results are the same bits.
     #[arg(long, value_enum, default_value = "off")]
     recompute: Switch,
+    /// Where the amaxes of dc come from [default: exact].
+    #[arg(long, value_enum)]
+    dc_amax: Option<DcAmaxArg>,
     /// Operands of the matrix products.
     #[arg(long, value_enum, default_value = "nvfp4")]
     precision: PrecisionArg,
@@ -62,24 +67,15 @@ pub(crate) struct ReplayArgs {
     /// Threads of the cpu backend [default: one a core].
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
+    /// Print every pass with the bytes it read and wrote and its time.
+    #[arg(long)]
+    ledger: bool,
     /// Also write the inputs and every intermediate tensor.
     #[arg(long)]
     intermediates: bool,
     /// Compare with the tensors of this file and name the first that is off by more than rounding.
     #[arg(long, value_name = "EXPECTED.safetensors")]
     compare: Option<PathBuf>,
-}
-
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum Switch {
-    On,
-    Off,
-}
-
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum PrecisionArg {
-    Nvfp4,
-    Bf16,
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
@@ -103,8 +99,8 @@ pub(crate) fn run(args: ReplayArgs) -> Result<()> {
     let config = args.config(&inputs);
 
     let traced = args.intermediates || expected.is_some();
-    let replayed = args.execute(config, &inputs, traced)?;
-    let outcome = replayed.summary(&inputs);
+    let (replayed, passes) = args.execute(config, &inputs, traced)?;
+    let outcome = format!("{}{passes}", replayed.summary(&inputs));
     let computed = replayed.into_tensors(inputs, traced);
     let report = match &mut expected {
         Some(expected) => compare::compare(&computed.tensors, expected, &computed.groups)?,
@@ -138,6 +134,9 @@ impl ReplayArgs {
             if self.rht.is_some() {
                 return meaningless("--rht", "--precision nvfp4");
             }
+            if self.dc_amax.is_some() {
+                return meaningless("--dc-amax", "--precision nvfp4");
+            }
             if self.gradient_rounding.is_some() {
                 return meaningless("--gradient-rounding", "--precision nvfp4");
             }
@@ -159,13 +158,11 @@ impl ReplayArgs {
             activation: self.activation,
             glu_layout: self.glu_layout,
             bias: inputs.biases.is_some(),
-            precision: match self.precision {
-                PrecisionArg::Nvfp4 => Precision::Nvfp4,
-                PrecisionArg::Bf16 => Precision::Bf16,
-            },
+            precision: self.precision.into(),
             recompute_activation: self.recompute == Switch::On,
             fc1_rht: rht,
             fc2_rht: rht,
+            dc_amax: self.dc_amax.map_or(defaults.dc_amax, DcAmax::from),
             gradient_rounding: match self.gradient_rounding {
                 Some(RoundingArg::Nearest) => GradientRounding::Nearest,
                 Some(RoundingArg::Stochastic) | None => GradientRounding::Stochastic,
@@ -174,14 +171,40 @@ impl ReplayArgs {
         }
     }
 
-    fn execute(&self, config: GroupedMlpConfig, inputs: &Inputs, traced: bool) -> Result<Replayed> {
-        let seed = self.seed.unwrap_or(0);
+    /// The replay, and the table of passes if asked for.
+    fn execute(&self, config: GroupedMlpConfig, inputs: &Inputs, traced: bool) -> Result<(Replayed, String)> {
         if self.backend == BackendArg::Reference {
-            return operator::replay(&Reference, config, inputs, seed, traced);
+            return self.execute_on(&Reference, config, inputs, traced);
         }
         let threads = self.threads.map_or(0, usize::from);
         let pool =
             rayon::ThreadPoolBuilder::new().num_threads(threads).build().context("cannot start threads")?;
-        pool.install(|| operator::replay(&Cpu::new(), config, inputs, seed, traced))
+        pool.install(|| self.execute_on(&Cpu::new(), config, inputs, traced))
     }
+
+    fn execute_on<B: Backend<Memory = Host>>(
+        &self,
+        backend: &B,
+        config: GroupedMlpConfig,
+        inputs: &Inputs,
+        traced: bool,
+    ) -> Result<(Replayed, String)> {
+        let seed = self.seed.unwrap_or(0);
+        if !self.ledger {
+            return Ok((operator::replay(backend, config, inputs, seed, traced)?, String::new()));
+        }
+        let ledger = Ledger::new(backend);
+        let replayed = operator::replay(&ledger, config, inputs, seed, traced)?;
+        Ok((replayed, passes(&ledger.take())))
+    }
+}
+
+fn passes(entries: &[Entry]) -> String {
+    let row = |e: &Entry| {
+        let Work { read, written, flops } = e.work;
+        let ms = format!("{:.3}", e.time.as_secs_f64() * 1e3);
+        vec![e.name.to_string(), read.to_string(), written.to_string(), flops.to_string(), ms]
+    };
+    let heads = ["pass", "bytes read", "bytes written", "FLOP", "ms"];
+    output::table(&heads, 1, entries.iter().map(row).collect())
 }

@@ -1,6 +1,9 @@
 //! The `moe4` program from outside: files in, files, text and exit code out.
 
 mod common;
+mod doctor;
+mod how_it_works;
+mod plan;
 mod quantize;
 mod readme;
 mod replay;

@@ -88,7 +88,8 @@ fn spoil_amax_out<'short, 'long: 'short>(
 ) -> Option<AmaxOut<'short, Host>> {
     let unsigned = fault == Fault::UnsignedEpilogueAmax;
     out.map(|AmaxOut { amax, rht }| {
-        let rht = rht.map(|(mask, amax)| (if unsigned { SignMask::NONE } else { mask }, amax));
+        let rht =
+            rht.map(|(kind, amax)| (if unsigned { RhtAmax::Exact(SignMask::NONE) } else { kind }, amax));
         AmaxOut { amax, rht }
     })
 }

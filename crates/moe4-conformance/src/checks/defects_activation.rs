@@ -5,8 +5,8 @@ use crate::data;
 use crate::drive::{GemmAct, GemmDact, GemmDactOut, Side};
 use crate::judge;
 use crate::report::{Failure, InCase, Outcome};
-use crate::subject::Subject;
 use half::bf16;
+use moe4::kernels::Backend;
 use moe4::kernels::activation::{Activation, ClampedQgeglu, GluLayout, SituGlu, TanhSrelu};
 use moe4::mlp::{GroupedMlp, GroupedMlpConfig};
 use moe4::numerics::bf16 as bf;
@@ -17,7 +17,7 @@ const FFN: usize = 32;
 const ROWS: usize = 16;
 
 /// The `dact` pass on a given `c`; `dy` and `w2` are such that every `dh` is 1.
-fn dact<B: Subject>(b: &B, activation: Activation, c: &[bf16]) -> Result<GemmDactOut, Failure> {
+fn dact<B: Backend>(b: &B, activation: Activation, c: &[bf16]) -> Result<GemmDactOut, Failure> {
     let mut w2 = vec![bf16::ZERO; 16 * FFN];
     w2[..FFN].fill(bf16::ONE);
     let case = GemmDact {
@@ -42,7 +42,7 @@ fn clamped(limit: f32, alpha: f32) -> Activation {
 }
 
 /// 22: beyond a clamp the gradient is 0, at the limit it passes; `alpha` appears in it, by finite differences.
-pub(super) fn clamp_gradient<B: Subject>(b: &B) -> Outcome {
+pub(super) fn clamp_gradient<B: Backend>(b: &B) -> Outcome {
     let limit = 4.0;
     let above = bf16::from_bits(bf::from_f32(limit).to_bits() + 1);
     let at = bf::from_f32(limit);
@@ -79,7 +79,7 @@ pub(super) fn clamp_gradient<B: Subject>(b: &B) -> Outcome {
 }
 
 /// `dc` against central differences of the activation's value in f64.
-fn finite_differences<B: Subject>(b: &B, activation: Activation, seed: u64) -> Outcome {
+fn finite_differences<B: Backend>(b: &B, activation: Activation, seed: u64) -> Outcome {
     let c = data::normal(ROWS * 2 * FFN, 1.5, seed);
     let got = widen(&dact(b, activation, &c)?.dc);
     let step = 1e-4;
@@ -103,7 +103,7 @@ fn finite_differences<B: Subject>(b: &B, activation: Activation, seed: u64) -> O
 }
 
 /// 23: parameters reach the backward, and bad ones are refused before there are any tokens.
-pub(super) fn parameters<B: Subject>(b: &B) -> Outcome {
+pub(super) fn parameters<B: Backend>(b: &B) -> Outcome {
     let c = data::normal(ROWS * 2 * FFN, 3.0, 240);
     let differ = |one: Activation, other: Activation| -> Outcome {
         let width = ROWS * one.fc1_rows(FFN);
@@ -134,7 +134,7 @@ pub(super) fn parameters<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 24: beyond a limit the input no longer matters, and up to it the limit does not.
-pub(super) fn clamp_acts<B: Subject>(b: &B) -> Outcome {
+pub(super) fn clamp_acts<B: Backend>(b: &B) -> Outcome {
     let run = |limit: f32, scale: f32| -> Result<Vec<bf16>, Failure> {
         let x: Vec<bf16> =
             data::normal(ROWS * 16, 1.0, 250).iter().map(|v| bf::from_f32(bf::to_f32(*v) * scale)).collect();

@@ -8,8 +8,8 @@ use crate::drive::{
 };
 use crate::judge;
 use crate::report::{Failure, InCase, Outcome};
-use crate::subject::Subject;
 use half::bf16;
+use moe4::kernels::Backend;
 use moe4::kernels::contract::{self, GradMode, WeightShape};
 use moe4::kernels::reference::Reference;
 use moe4::mlp::{GroupedMlpConfig, Precision};
@@ -18,7 +18,7 @@ use moe4::numerics::hadamard::SignMask;
 use moe4::tensor::Groups;
 
 /// Both operands of a wgrad, quantized columnwise by the backend's own passes.
-fn columnwise<B: Subject>(b: &B, x: &[bf16], cols: usize, groups: &Groups) -> Result<Side, Failure> {
+fn columnwise<B: Backend>(b: &B, x: &[bf16], cols: usize, groups: &Groups) -> Result<Side, Failure> {
     let (_, after) = hadamard_amax(b, x, cols, groups, SignMask::DEFAULT)?;
     let columnwise = Some((Some(SignMask::DEFAULT), Cast::nearest(&after)));
     let (_, col) = Quantize { x, cols, groups, rowwise: None, columnwise }.run(b)?;
@@ -26,7 +26,7 @@ fn columnwise<B: Subject>(b: &B, x: &[bf16], cols: usize, groups: &Groups) -> Re
 }
 
 /// 16: the splits of a real report; experts without tokens get exactly zero into dirty memory.
-pub(super) fn reported_splits<B: Subject>(b: &B) -> Outcome {
+pub(super) fn reported_splits<B: Backend>(b: &B) -> Outcome {
     let splits = [162, 0, 2577, 446, 0, 83];
     let rows: usize = splits.iter().sum();
     let (shape, groups) = (WeightShape { n: 16, k: 32 }, Groups::new(&splits, rows).expect("fits"));
@@ -47,7 +47,7 @@ pub(super) fn reported_splits<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 17: accumulation into FP32 and BF16 buffers; an expert without tokens leaves even a NaN alone.
-pub(super) fn accumulation<B: Subject>(b: &B) -> Outcome {
+pub(super) fn accumulation<B: Backend>(b: &B) -> Outcome {
     let (shape, groups) = (WeightShape { n: 32, k: 16 }, Groups::new(&[20, 0, 12], 40).expect("fits"));
     let slab = shape.n * shape.k;
     let (mut dy, mut x) = (data::normal(40 * 32, 1.0, 170), data::normal(40 * 16, 1.0, 171));
@@ -99,7 +99,7 @@ pub(super) fn accumulation<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 18: no tokens at all, tokens of nobody only, and an empty last expert.
-pub(super) fn all_empty<B: Subject>(b: &B) -> Outcome {
+pub(super) fn all_empty<B: Backend>(b: &B) -> Outcome {
     for precision in [Precision::Nvfp4, Precision::Bf16] {
         for (splits, rows) in [([0, 0, 0], 0), ([0, 0, 0], 19), ([0, 17, 0], 17), ([0, 0, 16], 20)] {
             let config = GroupedMlpConfig { precision, bias: true, ..GroupedMlpConfig::new(3, 32, 16) };
@@ -130,7 +130,7 @@ pub(super) fn all_empty<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 19: expert boundaries inside a 128-row tile, whole experts across several.
-pub(super) fn boundaries<B: Subject>(b: &B) -> Outcome {
+pub(super) fn boundaries<B: Backend>(b: &B) -> Outcome {
     for precision in [Precision::Nvfp4, Precision::Bf16] {
         let config = GroupedMlpConfig { precision, ..GroupedMlpConfig::new(4, 32, 16) };
         let splits = [100, 60, 1, 150];
@@ -151,7 +151,7 @@ pub(super) fn boundaries<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 20: one tensor of all weights, or one tensor an expert.
-pub(super) fn weights_apart<B: Subject>(b: &B) -> Outcome {
+pub(super) fn weights_apart<B: Backend>(b: &B) -> Outcome {
     for precision in [Precision::Nvfp4, Precision::Bf16] {
         let config = GroupedMlpConfig { precision, bias: true, ..GroupedMlpConfig::new(3, 32, 48) };
         let inputs = Inputs::new(config, &[10, 0, 22], 40, 200);
@@ -165,7 +165,7 @@ pub(super) fn weights_apart<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 21: two batches of different sizes, one after the other.
-pub(super) fn growing_batches<B: Subject>(b: &B) -> Outcome {
+pub(super) fn growing_batches<B: Backend>(b: &B) -> Outcome {
     let shape = WeightShape { n: 16, k: 32 };
     let w = Side::Nvfp4(quantize_weights(&Reference, &data::normal(2 * 16 * 32, 1.0, 210), 2, shape)?);
     for rows in [1536, 3072, 48] {
@@ -182,7 +182,7 @@ pub(super) fn growing_batches<B: Subject>(b: &B) -> Outcome {
 }
 
 /// The bias of FC2: `db2` sums over each expert's tokens, `dprob` is added to.
-pub(super) fn bias_grad<B: Subject>(b: &B) -> Outcome {
+pub(super) fn bias_grad<B: Backend>(b: &B) -> Outcome {
     let (hidden, groups) = (48, Groups::new(&[19, 0, 5], 30).expect("fits"));
     let live = groups.live_rows();
     let mut dy = data::normal(30 * hidden, 1.0, 220);

@@ -4,8 +4,8 @@ use crate::compare::{alive, bf16_bits, bytes, codes, ensure, equal, unpack};
 use crate::data::{self, Kind};
 use crate::drive::{Cast, Gemm, Packed, Quantize, Side, amax, hadamard_amax, quantize_weights};
 use crate::report::{Failure, InCase, Outcome};
-use crate::subject::Subject;
 use half::bf16;
+use moe4::kernels::Backend;
 use moe4::kernels::contract::{self, WeightShape};
 use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::{columnwise_position, rowwise_position};
@@ -14,7 +14,7 @@ use moe4::numerics::{BLOCK, bf16 as bf, e2m1, e4m3};
 use moe4::tensor::{Groups, scale_layout};
 
 /// Amax by its pass, then the rowwise copy.
-fn rowwise<B: Subject>(b: &B, x: &[bf16], cols: usize) -> Result<Packed, Failure> {
+fn rowwise<B: Backend>(b: &B, x: &[bf16], cols: usize) -> Result<Packed, Failure> {
     let groups = Groups::single(x.len() / cols);
     let cast = Cast::nearest(&amax(b, x, cols, &groups)?);
     let (row, _) = Quantize { x, cols, groups: &groups, rowwise: Some(cast), columnwise: None }.run(b)?;
@@ -31,7 +31,7 @@ fn bf16s(x: &[f32]) -> Vec<bf16> {
 }
 
 /// 1: a zero block has a finite scale, codes 0 and value 0; finite data never gives a NaN scale.
-pub(super) fn zero_blocks<B: Subject>(b: &B) -> Outcome {
+pub(super) fn zero_blocks<B: Backend>(b: &B) -> Outcome {
     for (seed, kind) in Kind::ALL.into_iter().enumerate() {
         let (rows, cols) = (32, 48);
         let mut x = data::tensor(kind, rows * cols, 500 + seed as u64);
@@ -61,7 +61,7 @@ pub(super) fn zero_blocks<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 2: a nonzero block far below the tensor's amax has scale 0; its value is 0 and a product with it is no NaN.
-pub(super) fn scale_underflow<B: Subject>(b: &B) -> Outcome {
+pub(super) fn scale_underflow<B: Backend>(b: &B) -> Outcome {
     let (rows, cols) = (16, 32);
     let mut x = vec![bf16::ZERO; rows * cols];
     x[0] = bf::from_f32(3.0e4);
@@ -143,7 +143,7 @@ fn telling_blocks(shortcut: BlockRule, amax: f32) -> Vec<[f32; BLOCK]> {
 }
 
 /// 3: a reciprocal is no division, and three more shortcuts; on blocks where each gives other bytes.
-pub(super) fn reciprocals<B: Subject>(b: &B) -> Outcome {
+pub(super) fn reciprocals<B: Backend>(b: &B) -> Outcome {
     for (name, shortcut) in SHORTCUTS {
         let case = || -> Outcome {
             let mut blocks = 0;
@@ -176,7 +176,7 @@ pub(super) fn reciprocals<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 4: the global scale carries inputs above 2688.
-pub(super) fn large_inputs<B: Subject>(b: &B) -> Outcome {
+pub(super) fn large_inputs<B: Backend>(b: &B) -> Outcome {
     let mut x = vec![1.0f32; 16 * 16];
     x[0] = 1e5;
     x[17] = -1e5;
@@ -193,7 +193,7 @@ pub(super) fn large_inputs<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 5: x and -x have the same scales and opposite codes.
-pub(super) fn negation<B: Subject>(b: &B) -> Outcome {
+pub(super) fn negation<B: Backend>(b: &B) -> Outcome {
     for (seed, kind) in Kind::ALL.into_iter().enumerate() {
         let x = data::tensor(kind, 32 * 48, 900 + seed as u64);
         let negated: Vec<bf16> = x.iter().map(|&v| -v).collect();
@@ -209,7 +209,7 @@ pub(super) fn negation<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 6: block scales at every midpoint of E4M3, and one BF16 unit to either side.
-pub(super) fn scale_midpoints<B: Subject>(b: &B) -> Outcome {
+pub(super) fn scale_midpoints<B: Backend>(b: &B) -> Outcome {
     // Under an amax of 2688 the global scale is 1, and a block maximum of 6 m asks for a scale of exactly m.
     let (mut x, mut expected) = (vec![bf::from_f32(2688.0); BLOCK], vec![0x7E]);
     for low in 0..0x7Du8 {
@@ -227,7 +227,7 @@ pub(super) fn scale_midpoints<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 7: padding is zero whatever the buffer held, and real bytes survive the layouts.
-pub(super) fn padding<B: Subject>(b: &B) -> Outcome {
+pub(super) fn padding<B: Backend>(b: &B) -> Outcome {
     for (rows, cols) in [(1, 1), (48, 5), (130, 6), (200, 3), (128, 4)] {
         let plain: Vec<u8> = (0..rows * cols).map(|i| (i * 37 % 255) as u8 + 1).collect();
         let mut swizzled = vec![0xAA; scale_layout::swizzled_len(rows, cols)];
@@ -268,7 +268,7 @@ pub(super) fn padding<B: Subject>(b: &B) -> Outcome {
 
 /// 8: rows that are no multiple of 128 and splits that are no multiple of 32 give the bytes of each expert alone, and
 /// what cannot be served is refused with its size.
-pub(super) fn odd_shapes<B: Subject>(b: &B) -> Outcome {
+pub(super) fn odd_shapes<B: Backend>(b: &B) -> Outcome {
     let (cols, splits) = (48, [16usize, 3, 0, 80, 45]);
     let groups = Groups::new(&splits, 144).expect("fits");
     let x = data::normal(144 * cols, 1.0, 8);
@@ -313,7 +313,7 @@ pub(super) fn odd_shapes<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 9: positions beyond 2^31 and 2^32 elements.
-pub(super) fn large_offsets<B: Subject>(_: &B) -> Outcome {
+pub(super) fn large_offsets<B: Backend>(_: &B) -> Outcome {
     let groups = Groups::new(&[3 << 30, 3 << 30], 6 << 30).expect("fits");
     equal("first row of expert 1", &[1], &[3usize << 30], &[groups.range(1).start])?;
     equal("padded rows", &[1], &[6usize << 30], &[groups.padded_rows()])?;
@@ -323,7 +323,7 @@ pub(super) fn large_offsets<B: Subject>(_: &B) -> Outcome {
 }
 
 /// 10: E2M1 has no infinity and no NaN; ties, signs and values beyond 6.
-pub(super) fn e2m1_edges<B: Subject>(b: &B) -> Outcome {
+pub(super) fn e2m1_edges<B: Backend>(b: &B) -> Outcome {
     // Under an amax of 2688 a block with maximum 6 has scale 1: codes are those of the values themselves.
     let values =
         [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.0, -0.25, -0.75, -2.5, -5.0, -6.0, 5.96875, 0.0];
@@ -350,7 +350,7 @@ pub(super) fn e2m1_edges<B: Subject>(b: &B) -> Outcome {
 }
 
 /// One damaged element: its blocks in every copy get the NaN scale and codes 0, and nothing else changes.
-fn non_finite_blocks<B: Subject>(b: &B, damage: bf16) -> Outcome {
+fn non_finite_blocks<B: Backend>(b: &B, damage: bf16) -> Outcome {
     let (rows, cols, at) = (32, 48, 20 * 48 + 37);
     let (mut x, groups) = (data::normal(rows * cols, 1.0, 10), Groups::single(rows));
     x[at] = bf16::ZERO;

@@ -6,7 +6,6 @@ use crate::compare::{bytes, codes, ensure, equal, f32_bits, unpack};
 use crate::data::{self, Kind};
 use crate::drive::{Cast, Packed, Quantize, amax, hadamard_amax};
 use crate::report::{Failure, InCase, Outcome};
-use crate::subject::Subject;
 use half::bf16;
 use moe4::kernels::contract::GroupQuantize;
 use moe4::kernels::{Backend, Error};
@@ -42,7 +41,7 @@ fn largest(x: impl IntoIterator<Item = f32>) -> f32 {
 }
 
 /// 11: the amax after the transform belongs to the mask that was asked for.
-pub(super) fn signed_amax<B: Subject>(b: &B) -> Outcome {
+pub(super) fn signed_amax<B: Backend>(b: &B) -> Outcome {
     let groups = Groups::single(16);
     for (i, mask) in
         [SignMask::DEFAULT, SignMask::NONE, SignMask(0x8001), SignMask(0xFFFF)].into_iter().enumerate()
@@ -74,7 +73,7 @@ pub(super) fn signed_amax<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 12: the amax after the transform is at most 4 times the one before, each expert; 0 for an empty one.
-pub(super) fn amax_bound<B: Subject>(b: &B) -> Outcome {
+pub(super) fn amax_bound<B: Backend>(b: &B) -> Outcome {
     let (cols, groups) = (48, Groups::new(&[16, 0, 33, 7], 60).expect("fits"));
     for (seed, kind) in Kind::ALL.into_iter().enumerate() {
         let mut x = data::tensor(kind, 60 * cols, 60 + seed as u64);
@@ -96,7 +95,7 @@ pub(super) fn amax_bound<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 13: the order of the additions, on columns where another order gives another BF16 value.
-pub(super) fn addition_order<B: Subject>(b: &B) -> Outcome {
+pub(super) fn addition_order<B: Backend>(b: &B) -> Outcome {
     let (mut tell, mut seed) = (vec![], 0);
     while tell.len() < 32 && seed < 100_000 {
         let mut random = data::Random::new(seed);
@@ -141,7 +140,7 @@ pub(super) fn addition_order<B: Subject>(b: &B) -> Outcome {
     codes("columnwise code", (cols, BLOCK), &expected, &col.expect("asked for").codes)
 }
 
-fn stochastic<B: Subject>(
+fn stochastic<B: Backend>(
     b: &B,
     x: &[bf16],
     cols: usize,
@@ -162,7 +161,7 @@ fn stochastic<B: Subject>(
 }
 
 /// 14: the mean over seeds tends to x, in both directions.
-pub(super) fn unbiased<B: Subject>(b: &B) -> Outcome {
+pub(super) fn unbiased<B: Backend>(b: &B) -> Outcome {
     let (cols, rows, seeds) = (32, 16, 1024u64);
     let (x, groups) = (data::normal(rows * cols, 1.0, 70), Groups::single(rows));
     let mut sums = [vec![0f64; rows * cols], vec![0f64; rows * cols]];
@@ -211,7 +210,7 @@ fn random_byte(stream: RandomStream, position: u64, i: usize) -> u8 {
 
 /// 15, first half: every element takes the byte that the contract names, in both directions, so copies with different
 /// streams share none.
-pub(super) fn random_bytes<B: Subject>(b: &B) -> Outcome {
+pub(super) fn random_bytes<B: Backend>(b: &B) -> Outcome {
     let (cols, groups) = (48, Groups::new(&[16, 0, 37, 3], 60).expect("fits"));
     let x = data::normal(60 * cols, 1.0, 80);
     let streams = [RandomStream { seed: 9, stream: 4 }, RandomStream { seed: 9, stream: u64::MAX - 4 }];
@@ -274,7 +273,7 @@ impl<B: Backend> Alter<B> for &Spy {
 
 /// 15, second half: within the operator, `dy` and `dc`, rowwise and columnwise, and successive calls use streams of
 /// their own, and everything that is no gradient is rounded to nearest.
-pub(super) fn operator_streams<B: Subject>(b: &B) -> Outcome {
+pub(super) fn operator_streams<B: Backend>(b: &B) -> Outcome {
     let config = GroupedMlpConfig {
         gradient_rounding: GradientRounding::Stochastic,
         ..GroupedMlpConfig::new(2, 32, 32)
@@ -302,7 +301,7 @@ pub(super) fn operator_streams<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 14 and 15 need an amax pass that agrees with the copies; this pins the plain one on ragged groups.
-pub(super) fn plain_amax<B: Subject>(b: &B) -> Outcome {
+pub(super) fn plain_amax<B: Backend>(b: &B) -> Outcome {
     let (cols, groups) = (7, Groups::new(&[3, 0, 18, 1], 25).expect("fits"));
     let mut x = data::normal(25 * cols, 1.0, 95);
     x[4 * cols] = bf16::INFINITY;

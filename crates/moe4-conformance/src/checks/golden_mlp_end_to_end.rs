@@ -6,8 +6,8 @@ use crate::drive::{Packed, Step, StepOut};
 use crate::golden::{self, MlpGolden};
 use crate::mlp_rule::{Flips, exact_copy, few_flips};
 use crate::report::{Failure, InCase, Outcome};
-use crate::subject::Subject;
 use half::bf16;
+use moe4::kernels::Backend;
 use moe4::mlp::{GradientRounding, GroupedMlpConfig, Needs, RandomSeed, TracedData};
 
 fn traced<'t, T>(
@@ -39,7 +39,7 @@ fn traced_copy(out: &StepOut, name: &str, suffix: &str) -> Result<Packed, Failur
     })
 }
 
-fn run<B: Subject>(b: &B, golden: &MlpGolden, recompute: bool) -> Result<StepOut, Failure> {
+fn run<B: Backend>(b: &B, golden: &MlpGolden, recompute: bool) -> Result<StepOut, Failure> {
     let (file, experts) = (&golden.file, golden.groups.experts());
     let config = GroupedMlpConfig {
         activation: golden.activation,
@@ -108,7 +108,7 @@ fn judge(golden: &MlpGolden, out: &StepOut) -> Outcome {
 }
 
 /// Every intermediate and every result under the tolerance rule, and recompute on equal to recompute off, bitwise.
-pub(super) fn operator<B: Subject>(b: &B) -> Outcome {
+pub(super) fn operator<B: Backend>(b: &B) -> Outcome {
     for golden in golden::mlp() {
         let case = || -> Outcome {
             let (off, on) = (run(b, &golden, false)?, run(b, &golden, true)?);

@@ -8,7 +8,7 @@ use crate::drive::{
 use crate::golden::{self, MlpGolden};
 use crate::mlp_rule::exact_copy;
 use crate::report::{InCase, Outcome};
-use crate::subject::Subject;
+use moe4::kernels::Backend;
 use moe4::kernels::contract::{self, GradMode, WeightShape};
 use moe4::numerics::hadamard::SignMask;
 
@@ -17,7 +17,7 @@ fn each(check: impl Fn(&MlpGolden) -> Outcome) -> Outcome {
 }
 
 /// Amaxes, scales and codes of the stored `x`, `h`, `dy` and `dc`, both directions.
-pub(super) fn quantize<B: Subject>(b: &B) -> Outcome {
+pub(super) fn quantize<B: Backend>(b: &B) -> Outcome {
     each(|golden| {
         for name in ["x", "h", "dy", "dc"] {
             let (x, cols) = (golden.file.bf16(name), golden.cols(name));
@@ -49,7 +49,7 @@ pub(super) fn quantize<B: Subject>(b: &B) -> Outcome {
 }
 
 /// Codes, scales and amaxes of the stored weights.
-pub(super) fn weights<B: Subject>(b: &B) -> Outcome {
+pub(super) fn weights<B: Backend>(b: &B) -> Outcome {
     each(|golden| {
         for (name, shape) in weight_shapes(golden) {
             let w = golden.file.bf16(name);
@@ -70,7 +70,7 @@ fn stored(golden: &MlpGolden, name: &str, suffix: &str) -> Side {
 }
 
 /// `c`, `h` and `h`'s amaxes from the stored `x` and `w1`.
-pub(super) fn gemm_act<B: Subject>(b: &B) -> Outcome {
+pub(super) fn gemm_act<B: Backend>(b: &B) -> Outcome {
     each(|golden| {
         let prob = golden.file.f32("prob");
         let case = GemmAct {
@@ -95,7 +95,7 @@ pub(super) fn gemm_act<B: Subject>(b: &B) -> Outcome {
 }
 
 /// `y` from the stored `h` and `w2`, `dx` from the stored `dc` and `w1`.
-pub(super) fn gemm<B: Subject>(b: &B) -> Outcome {
+pub(super) fn gemm<B: Backend>(b: &B) -> Outcome {
     each(|golden| {
         let [(_, w1), (_, w2)] = weight_shapes(golden);
         for (out, a, w, shape, side) in
@@ -110,7 +110,7 @@ pub(super) fn gemm<B: Subject>(b: &B) -> Outcome {
 }
 
 /// `dh`, `dc`, `dprob`, `dc`'s amaxes and `h` again from the stored `dy`, `w2` and `c`.
-pub(super) fn gemm_dact<B: Subject>(b: &B) -> Outcome {
+pub(super) fn gemm_dact<B: Backend>(b: &B) -> Outcome {
     each(|golden| {
         let (c, prob) = (golden.file.bf16("c"), golden.file.f32("prob"));
         let case = GemmDact {
@@ -138,7 +138,7 @@ pub(super) fn gemm_dact<B: Subject>(b: &B) -> Outcome {
 }
 
 /// `dw2` from the stored `dy` and `h`, `dw1` from the stored `dc` and `x`.
-pub(super) fn wgrad<B: Subject>(b: &B) -> Outcome {
+pub(super) fn wgrad<B: Backend>(b: &B) -> Outcome {
     each(|golden| {
         let [(_, w1), (_, w2)] = weight_shapes(golden);
         for (out, a, input, shape) in [("dw2", "dy", "h", w2), ("dw1", "dc", "x", w1)] {
@@ -154,7 +154,7 @@ pub(super) fn wgrad<B: Subject>(b: &B) -> Outcome {
 
 /// The columnwise operand of a weight is the transpose of the rowwise one: `dx` by dgrad equals `dx` by fprop with
 /// weights stored the other way round.
-pub(super) fn dgrad_is_fprop_of_the_transpose<B: Subject>(b: &B) -> Outcome {
+pub(super) fn dgrad_is_fprop_of_the_transpose<B: Backend>(b: &B) -> Outcome {
     each(|golden| {
         let experts = golden.groups.experts();
         let [(_, WeightShape { n, k }), _] = weight_shapes(golden);

@@ -6,8 +6,8 @@ use crate::exact;
 use crate::golden;
 use crate::judge;
 use crate::report::{InCase, Outcome};
-use crate::subject::Subject;
 use half::bf16;
+use moe4::kernels::Backend;
 use moe4::kernels::contract::{self, GradMode, WeightShape};
 use moe4::numerics::philox::philox4x32;
 use moe4::numerics::{BLOCK, bf16 as bf, e2m1, e4m3};
@@ -15,7 +15,7 @@ use moe4::tensor::{Groups, scale_layout};
 
 /// `edge`: a block that holds an infinity or a NaN gets scale 0x7F and codes 0; the amax runs over finite values, and
 /// every other block is what it would be if the damaged ones held zeros.
-pub(super) fn edge<B: Subject>(b: &B) -> Outcome {
+pub(super) fn edge<B: Backend>(b: &B) -> Outcome {
     for file in golden::category("edge") {
         let case = || -> Outcome {
             let [rows, cols] = file.shape("x")[..] else { unreachable!("two dimensions") };
@@ -50,7 +50,7 @@ pub(super) fn edge<B: Subject>(b: &B) -> Outcome {
 }
 
 /// `sr`: codes for every random byte, a tensor with given random words, and the generator's words.
-pub(super) fn sr<B: Subject>(_: &B) -> Outcome {
+pub(super) fn sr<B: Backend>(_: &B) -> Outcome {
     for file in golden::category("sr") {
         match file.name.as_str() {
             "sr__table" => {
@@ -90,7 +90,7 @@ pub(super) fn sr<B: Subject>(_: &B) -> Outcome {
 }
 
 /// `swizzle`: the 128x4 layout into a dirty buffer, and back.
-pub(super) fn swizzle<B: Subject>(_: &B) -> Outcome {
+pub(super) fn swizzle<B: Backend>(_: &B) -> Outcome {
     for file in golden::category("swizzle") {
         let [rows, cols] = file.shape("scale")[..] else { unreachable!("two dimensions") };
         let (plain, expected) = (file.u8("scale"), file.u8("swizzled"));
@@ -111,7 +111,7 @@ fn around(stored: &[f32], exact: &[Expected]) -> Vec<Expected> {
 }
 
 /// `gemm`: the three products of a linear layer, against exact arithmetic and against the stored f32 results.
-pub(super) fn gemm<B: Subject>(b: &B) -> Outcome {
+pub(super) fn gemm<B: Backend>(b: &B) -> Outcome {
     for file in golden::category("gemm") {
         let case = || -> Outcome {
             let (m, n, k) = (file.number("tokens"), file.number("out_features"), file.number("in_features"));

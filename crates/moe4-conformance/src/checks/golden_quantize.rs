@@ -7,8 +7,8 @@ use crate::compare::{bf16_bits, bytes, codes, f32_bits, unpack};
 use crate::drive::{Cast, Packed, Quantize, amax, hadamard_amax, quantize_weights};
 use crate::golden::{self, Golden};
 use crate::report::{InCase, Outcome};
-use crate::subject::Subject;
 use half::bf16;
+use moe4::kernels::Backend;
 use moe4::kernels::contract::WeightShape;
 use moe4::numerics::hadamard::{SignMask, rht};
 use moe4::numerics::scale::GlobalScale;
@@ -38,7 +38,7 @@ fn same_copy(file: &Golden, suffix: &str, shape: OperandShape, got: &Packed) -> 
 }
 
 /// All tensors of one file: leading dimensions are independent tensors, which become experts.
-fn rowwise<B: Subject>(b: &B, file: &Golden) -> Outcome {
+fn rowwise<B: Backend>(b: &B, file: &Golden) -> Outcome {
     let shape = file.shape("x");
     let [tensors, rows, cols] = match shape[..] {
         [rows, cols] => [1, rows, cols],
@@ -58,18 +58,18 @@ fn each(category: &str, check: impl Fn(&Golden) -> Outcome) -> Outcome {
 }
 
 /// `q1d_row`: one tensor of each kind.
-pub(super) fn q1d_row<B: Subject>(b: &B) -> Outcome {
+pub(super) fn q1d_row<B: Backend>(b: &B) -> Outcome {
     each("q1d_row", |file| rowwise(b, file))
 }
 
 /// `q1d_sweep`: amaxes over the whole range of exponents, `q1d_ordertie`: block scales on ties of E4M3.
-pub(super) fn q1d_sweep_and_ordertie<B: Subject>(b: &B) -> Outcome {
+pub(super) fn q1d_sweep_and_ordertie<B: Backend>(b: &B) -> Outcome {
     let bf16_only = |file: &Golden| if file.name.ends_with("bf16") { rowwise(b, file) } else { Ok(()) };
     each("q1d_sweep", bf16_only)?;
     each("q1d_ordertie", bf16_only)
 }
 
-fn both_directions<B: Subject>(b: &B, file: &Golden, mask: Option<SignMask>) -> Outcome {
+fn both_directions<B: Backend>(b: &B, file: &Golden, mask: Option<SignMask>) -> Outcome {
     let [rows, cols] = file.shape("x")[..] else { unreachable!("two dimensions") };
     let (x, groups) = (file.bf16("x"), Groups::single(rows));
     let (before, after) = match mask {
@@ -99,7 +99,7 @@ fn both_directions<B: Subject>(b: &B, file: &Golden, mask: Option<SignMask>) -> 
 }
 
 /// `q1d_rowcol`: rowwise and columnwise under one amax, no transform.
-pub(super) fn q1d_rowcol<B: Subject>(b: &B) -> Outcome {
+pub(super) fn q1d_rowcol<B: Backend>(b: &B) -> Outcome {
     each("q1d_rowcol", |file| both_directions(b, file, None))
 }
 
@@ -120,7 +120,7 @@ fn transformed(x: &[bf16], rows: usize, cols: usize, mask: SignMask) -> Vec<bf16
 }
 
 /// `q1d_rht`, `q1d_rht_nosign`: the transform itself, its amax, and both copies.
-pub(super) fn q1d_rht<B: Subject>(b: &B) -> Outcome {
+pub(super) fn q1d_rht<B: Backend>(b: &B) -> Outcome {
     for category in ["q1d_rht", "q1d_rht_nosign"] {
         each(category, |file| {
             let mask = mask_of(file);
@@ -146,7 +146,7 @@ fn transposed_codes(packed: &[u8], rows: usize, k: usize) -> Vec<u8> {
 }
 
 /// `q2d`: 16x16 tiles. The columnwise copy is the transpose of the same codes and tile scales.
-pub(super) fn q2d<B: Subject>(b: &B) -> Outcome {
+pub(super) fn q2d<B: Backend>(b: &B) -> Outcome {
     each("q2d", |file| {
         let [n, k] = file.shape("x")[..] else { unreachable!("two dimensions") };
         let got = quantize_weights(b, &file.bf16("x"), 1, WeightShape { n, k })?;
@@ -160,7 +160,7 @@ pub(super) fn q2d<B: Subject>(b: &B) -> Outcome {
 }
 
 /// `group`: each expert with its own amaxes, one of them empty, RHT groups within their expert.
-pub(super) fn group<B: Subject>(b: &B) -> Outcome {
+pub(super) fn group<B: Backend>(b: &B) -> Outcome {
     each("group", |file| {
         let [rows, cols] = file.shape("x")[..] else { unreachable!("two dimensions") };
         let (x, groups) = (file.bf16("x"), Groups::from_i64(&file.i64("splits"), rows).expect("fits"));
@@ -226,7 +226,7 @@ fn transpose(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
 }
 
 /// `*_f32`: the arithmetic of scales and codes on FP32 inputs, which no pass reads.
-pub(super) fn f32_numerics<B: Subject>(_: &B) -> Outcome {
+pub(super) fn f32_numerics<B: Backend>(_: &B) -> Outcome {
     let categories = [
         ("q1d_row_f32", 1),
         ("q1d_rowcol_f32", 1),

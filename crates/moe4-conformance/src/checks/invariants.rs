@@ -5,8 +5,8 @@ use crate::compare::{alive, all_zero, bf16_bits, bytes, equal, f32_bits};
 use crate::data;
 use crate::drive::{GemmAct, GemmDact, Side, Step, StepOut, amax, hadamard_amax};
 use crate::report::{Failure, InCase, Outcome};
-use crate::subject::Subject;
 use half::bf16;
+use moe4::kernels::Backend;
 use moe4::kernels::activation::{Activation, GluLayout};
 use moe4::mlp::{DcAmax, GradientRounding, GroupedMlpConfig, Needs, Precision, RandomSeed, TracedData};
 use moe4::numerics::hadamard::SignMask;
@@ -196,7 +196,7 @@ fn each(check: impl Fn(Inputs) -> Outcome) -> Outcome {
 }
 
 /// 2, and defect 25: recompute on and off.
-pub(super) fn recompute<B: Subject>(b: &B) -> Outcome {
+pub(super) fn recompute<B: Backend>(b: &B) -> Outcome {
     each(|inputs| {
         let mut step = inputs.step();
         let off = step.run(b)?;
@@ -207,7 +207,7 @@ pub(super) fn recompute<B: Subject>(b: &B) -> Outcome {
 }
 
 /// Amaxes of `dc` by a pass of their own, and partial needs: the same bits for what is asked for.
-pub(super) fn needs_and_separate_pass<B: Subject>(b: &B) -> Outcome {
+pub(super) fn needs_and_separate_pass<B: Backend>(b: &B) -> Outcome {
     each(|inputs| {
         let all = inputs.step().run(b)?;
         not_zero(&all)?;
@@ -240,7 +240,7 @@ pub(super) fn needs_and_separate_pass<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 3: amaxes of an epilogue against the same backend's pass over what the epilogue wrote.
-pub(super) fn epilogue_amaxes<B: Subject>(b: &B) -> Outcome {
+pub(super) fn epilogue_amaxes<B: Backend>(b: &B) -> Outcome {
     for (i, config) in configurations().into_iter().enumerate() {
         let label = label(&config);
         let case = || -> Outcome {
@@ -291,7 +291,7 @@ pub(super) fn epilogue_amaxes<B: Subject>(b: &B) -> Outcome {
 }
 
 /// Steps large enough to be cut into several pieces for threads or thread blocks.
-pub fn large_steps<B: Subject>(b: &B) -> Result<Vec<StepOut>, Failure> {
+pub fn large_steps<B: Backend>(b: &B) -> Result<Vec<StepOut>, Failure> {
     let splits = [300, 0, 17, 129, 64];
     let shape = GroupedMlpConfig { bias: true, ..GroupedMlpConfig::new(splits.len(), 80, 96) };
     let configurations = [
@@ -314,7 +314,7 @@ pub fn same_steps(expected: &[StepOut], got: &[StepOut]) -> Outcome {
 }
 
 /// 4: two runs.
-pub(super) fn two_runs<B: Subject>(b: &B) -> Outcome {
+pub(super) fn two_runs<B: Backend>(b: &B) -> Outcome {
     each(|inputs| {
         let (first, second) = (inputs.step().run(b)?, inputs.step().run(b)?);
         not_zero(&first)?;
@@ -325,7 +325,7 @@ pub(super) fn two_runs<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 5: each expert alone.
-pub(super) fn experts_alone<B: Subject>(b: &B) -> Outcome {
+pub(super) fn experts_alone<B: Backend>(b: &B) -> Outcome {
     each(|inputs| {
         let all = inputs.step().run(b)?;
         not_zero(&all)?;
@@ -355,7 +355,7 @@ pub(super) fn experts_alone<B: Subject>(b: &B) -> Outcome {
 
 /// 6, and defect 19: rows past `sum(splits)` hold NaN, or numbers larger than all others; results are those of the
 /// trimmed tensors, and zero there.
-pub(super) fn rows_of_nobody<B: Subject>(b: &B) -> Outcome {
+pub(super) fn rows_of_nobody<B: Backend>(b: &B) -> Outcome {
     each(|mut inputs| {
         let (live, hidden) = (inputs.groups.live_rows(), inputs.config.hidden);
         let groups = Groups::new(&SPLITS, live).expect("splits fit");
@@ -388,7 +388,7 @@ pub(super) fn rows_of_nobody<B: Subject>(b: &B) -> Outcome {
 }
 
 /// 7, and defect 17: an empty expert.
-pub(super) fn empty_expert<B: Subject>(b: &B) -> Outcome {
+pub(super) fn empty_expert<B: Backend>(b: &B) -> Outcome {
     each(|inputs| {
         let empty = 1;
         let slab = |x: &Option<Vec<f32>>| -> Result<Vec<f32>, Failure> {

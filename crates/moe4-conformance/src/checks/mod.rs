@@ -12,11 +12,12 @@ mod golden_quantize;
 mod invariants;
 mod properties;
 mod rows;
+mod savings;
 
 pub use invariants::{large_steps, same_steps};
 
 use crate::report::Outcome;
-use crate::subject::Subject;
+use moe4::kernels::{Backend, Host};
 
 /// A named check of a backend.
 #[derive(Clone, Copy, Debug)]
@@ -36,7 +37,7 @@ pub fn host_only() -> Vec<&'static str> {
 }
 
 /// Every check, in the order in which a new backend would want to pass them.
-pub fn all<B: Subject>() -> Vec<Check<B>> {
+pub fn all<B: Backend>() -> Vec<Check<B>> {
     fn check<B>(name: &'static str, run: fn(&B) -> Outcome) -> Check<B> {
         Check { name, run, uses_backend: true }
     }
@@ -101,6 +102,9 @@ pub fn all<B: Subject>() -> Vec<Check<B>> {
         check("defect 22/gradients at clamps", defects_activation::clamp_gradient),
         check("defect 23/activation parameters", defects_activation::parameters),
         check("defect 24/clamps act", defects_activation::clamp_acts),
+        check("savings/bound of dc's amax", savings::bound),
+        check("savings/passes left out", savings::passes_left_out),
+        check("savings/counted bytes", savings::counted_bytes),
         check("property/amax of ragged groups", defects_rounding::plain_amax),
         check("property/products", properties::gemm),
         check("property/epilogues", properties::epilogues),
@@ -110,4 +114,9 @@ pub fn all<B: Subject>() -> Vec<Check<B>> {
         check("property/weighted unpermutation", rows::weighted),
         check("property/routing and its adjoint", rows::routing),
     ]
+}
+
+/// Checks of what exists for host memory only, so far.
+pub fn host_memory<B: Backend<Memory = Host>>() -> Vec<Check<B>> {
+    vec![Check { name: "savings/paged stash", run: savings::paged_stash, uses_backend: true }]
 }

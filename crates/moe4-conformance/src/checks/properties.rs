@@ -8,8 +8,8 @@ use crate::drive::{
 };
 use crate::judge;
 use crate::report::{Failure, Outcome};
-use crate::subject::Subject;
 use half::bf16;
+use moe4::kernels::Backend;
 use moe4::kernels::activation::{Activation, ClampedQgeglu, GluLayout, SituGlu, TanhSrelu};
 use moe4::kernels::contract::{self, GradMode, WeightShape};
 use moe4::kernels::reference::Reference;
@@ -64,7 +64,7 @@ fn same_packed(name: &str, expected: &Packed, got: &Packed, k: usize) -> Outcome
 }
 
 /// The first invariant: amax and quantize passes give the bytes of the reference, whatever the input.
-pub(super) fn quantize<B: Subject>(b: &B) -> Outcome {
+pub(super) fn quantize<B: Backend>(b: &B) -> Outcome {
     let damage = prop_oneof![4 => Just(None), 1 => any::<u16>().prop_map(Some)];
     let strategy = (
         data::any_splits(),
@@ -116,7 +116,7 @@ pub(super) fn quantize<B: Subject>(b: &B) -> Outcome {
 }
 
 /// Every finite BF16 value, each exponent under an amax of its own, against the arithmetic of one block.
-pub(super) fn every_value<B: Subject>(b: &B) -> Outcome {
+pub(super) fn every_value<B: Backend>(b: &B) -> Outcome {
     // Expert e holds the 128 values of exponent e of either sign, in 16 blocks.
     let x: Vec<bf16> = (0..255u16 * 256)
         .map(|i| bf16::from_bits((i / 256) << 7 | (i % 128) | (i % 256 / 128) << 15))
@@ -142,7 +142,7 @@ pub(super) fn every_value<B: Subject>(b: &B) -> Outcome {
 }
 
 /// The same for weights.
-pub(super) fn weights<B: Subject>(b: &B) -> Outcome {
+pub(super) fn weights<B: Backend>(b: &B) -> Outcome {
     let strategy = (1usize..4, 1usize..6, 1usize..6, data::any_kind(), any::<u64>(), any::<bool>());
     for_all(96, strategy, |(experts, n, k, kind, seed, damaged)| {
         let shape = WeightShape { n: 16 * n, k: 16 * k };
@@ -201,7 +201,7 @@ fn moderate_kind() -> impl Strategy<Value = Kind> {
 
 /// Plain products, both sides of a weight, both precisions, with and without biases: each element within its bound,
 /// each expert as if alone.
-pub(super) fn gemm<B: Subject>(b: &B) -> Outcome {
+pub(super) fn gemm<B: Backend>(b: &B) -> Outcome {
     let strategy = (
         data::any_splits(),
         (1usize..7, 1usize..7),
@@ -247,7 +247,7 @@ fn fitting_ffn(activation: Activation, layout: GluLayout, blocks: usize) -> usiz
 
 /// FC1 and FC2's dgrad with their epilogues: every output within its bound, amaxes exact, `h` written again with the
 /// same bits.
-pub(super) fn epilogues<B: Subject>(b: &B) -> Outcome {
+pub(super) fn epilogues<B: Backend>(b: &B) -> Outcome {
     let strategy = (
         data::any_splits(),
         (1usize..5, 1usize..4),
@@ -301,7 +301,7 @@ pub(super) fn epilogues<B: Subject>(b: &B) -> Outcome {
 }
 
 /// Weight gradients: both precisions, overwritten and accumulated, FP32 and BF16.
-pub(super) fn wgrad<B: Subject>(b: &B) -> Outcome {
+pub(super) fn wgrad<B: Backend>(b: &B) -> Outcome {
     let strategy = (
         data::any_splits(),
         (1usize..5, 1usize..5),

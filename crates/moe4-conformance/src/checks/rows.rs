@@ -5,8 +5,8 @@ use crate::data::{self, Random};
 use crate::drive::{permute, unpermute};
 use crate::exact::{Sum, rounded};
 use crate::report::{Failure, Outcome};
-use crate::subject::Subject;
 use half::bf16;
+use moe4::kernels::Backend;
 use moe4::kernels::Memory;
 use moe4::kernels::contract::NO_ROW;
 use moe4::numerics::bf16 as bf;
@@ -23,7 +23,7 @@ fn shuffled(n: usize, seed: u64) -> Vec<u32> {
 }
 
 /// There and back is the identity; rows of no source are zero; a bad index is refused by its place.
-pub(super) fn round_trip<B: Subject>(b: &B) -> Outcome {
+pub(super) fn round_trip<B: Backend>(b: &B) -> Outcome {
     for (tokens, cols) in [(1, 1), (37, 48), (64, 17), (0, 16)] {
         let x = data::normal(tokens * cols, 1.0, 260 + tokens as u64);
         let source = shuffled(tokens, 261);
@@ -46,7 +46,7 @@ pub(super) fn round_trip<B: Subject>(b: &B) -> Outcome {
 }
 
 /// Top-k with weights and dropped choices: each token is the weighted sum of its rows.
-pub(super) fn weighted<B: Subject>(b: &B) -> Outcome {
+pub(super) fn weighted<B: Backend>(b: &B) -> Outcome {
     let (tokens, top_k, cols) = (29, 3, 33);
     let y = data::normal(tokens * top_k * cols, 1.0, 270);
     let mut slot = shuffled(tokens * top_k, 271);
@@ -72,7 +72,7 @@ pub(super) fn weighted<B: Subject>(b: &B) -> Outcome {
 }
 
 /// Tokens to their experts by `moe4::routing`: slots sorted by expert, then by token; back is the adjoint.
-pub(super) fn routing<B: Subject>(b: &B) -> Outcome {
+pub(super) fn routing<B: Backend>(b: &B) -> Outcome {
     let (tokens, experts, top_k, cols) = (41, 5, 2, 32);
     let mut random = Random::new(280);
     // Expert 3 is chosen by nobody.

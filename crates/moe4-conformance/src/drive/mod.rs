@@ -13,7 +13,6 @@ pub use products::{Bias, Gemm, GemmAct, GemmActOut, GemmDact, GemmDactExtras, Ge
 pub use quantize::{Cast, Quantize, amax, hadamard_amax, quantize_weights};
 pub use rows::{BiasGrad, permute, unpermute};
 
-use crate::subject::Subject;
 use half::bf16;
 use moe4::kernels::contract::{Operand, WeightOperand};
 use moe4::kernels::{Backend, Buffer, Element, Error, Memory, View};
@@ -38,7 +37,7 @@ impl Poison for bf16 {
     const POISON: bf16 = bf16::NAN;
 }
 
-fn poisoned<B: Subject, T: Poison>(b: &B, len: usize) -> Result<Buffer<B::Memory, T>, Error> {
+fn poisoned<B: Backend, T: Poison>(b: &B, len: usize) -> Result<Buffer<B::Memory, T>, Error> {
     b.upload(&vec![T::POISON; len])
 }
 
@@ -61,7 +60,7 @@ enum Uploaded<M: Memory> {
 }
 
 impl Side {
-    fn upload<B: Subject>(&self, b: &B) -> Result<Uploaded<B::Memory>, Error> {
+    fn upload<B: Backend>(&self, b: &B) -> Result<Uploaded<B::Memory>, Error> {
         Ok(match self {
             Side::Bf16(x) => Uploaded::Bf16(b.upload(x)?),
             Side::Nvfp4(q) => Uploaded::Nvfp4(Nvfp4 {

@@ -2,12 +2,12 @@
 
 use super::host as download;
 use crate::alter::{Altered, Poisoned};
-use crate::subject::Subject;
+use crate::report::Failure;
 use half::bf16;
 use moe4::kernels::{Backend, Buffer, Error, Memory};
 use moe4::mlp::{
     BackwardArgs, Biases, ForwardArgs, GradBuffers, GradMode, GroupedMlp, GroupedMlpConfig, Needs,
-    PreparedWeights, RandomSeed, Trace, WeightGrad, WeightGrads, WeightSource,
+    PreparedWeights, RandomSeed, Stash, Trace, WeightGrad, WeightGrads, WeightSource,
 };
 use moe4::tensor::Groups;
 use std::sync::Arc;
@@ -71,7 +71,7 @@ fn source<M: Memory>(w: &Buffer<M, bf16>, experts: usize, apart: bool) -> Weight
 
 impl Step<'_> {
     /// Runs the step on poisoned memory.
-    pub fn run<B: Subject>(&self, b: &B) -> Result<StepOut, Error> {
+    pub fn run<B: Backend>(&self, b: &B) -> Result<StepOut, Error> {
         let on_device = b.groups(self.groups)?;
         let b = &Altered { inner: b, alteration: Poisoned };
         let mlp = GroupedMlp::new(self.config.clone())?;
@@ -118,6 +118,45 @@ impl Step<'_> {
             db2: optional(&gradients.db2)?,
             trace,
         })
+    }
+
+    /// dW1, dW2, dprob and dx after each other, `saved` having been in `stash` between forward and backward.
+    pub fn run_stashed<B: Backend, S: Stash<B::Memory>>(
+        &self,
+        b: &B,
+        stash: &S,
+    ) -> Result<Vec<f32>, Failure> {
+        let on_device = b.groups(self.groups)?;
+        let mlp = GroupedMlp::new(self.config.clone())?;
+        let weights = self.prepare(b, &mlp)?;
+        let (x, prob, dy) = (b.upload(self.x)?, b.upload(self.prob)?, b.upload(self.dy)?);
+        let args = ForwardArgs {
+            x: B::Memory::view(&x),
+            prob: B::Memory::view(&prob),
+            groups: &on_device,
+            weights: &weights,
+            needs: Needs::ALL,
+            trace: None,
+        };
+        let saved = mlp.forward(b, args)?.saved;
+        let stored = stash.store(saved).map_err(|refused| Failure::new(refused.reason.to_string()))?;
+        let saved = stash.restore(stored)?;
+        let (experts, [s1, s2]) = (self.groups.experts(), mlp.weight_shapes());
+        let mut dw1 = b.upload(&vec![f32::NAN; experts * s1.n * s1.k])?;
+        let mut dw2 = b.upload(&vec![f32::NAN; experts * s2.n * s2.k])?;
+        let dw = WeightGrads {
+            dw1: grads::<B::Memory>(&mut dw1, experts, GradMode::Overwrite),
+            dw2: grads::<B::Memory>(&mut dw2, experts, GradMode::Overwrite),
+        };
+        let args = BackwardArgs { dy: B::Memory::view(&dy), random: self.random, dw: Some(dw), trace: None };
+        let gradients = mlp.backward(b, &saved, args)?;
+        let mut all = download(b, &dw1)?;
+        all.extend(download(b, &dw2)?);
+        all.extend(download(b, &gradients.dprob)?);
+        if let Some(dx) = &gradients.dx {
+            all.extend(download(b, dx)?.iter().map(|v| v.to_f32()));
+        }
+        Ok(all)
     }
 
     fn prepare<B: Backend>(&self, b: &B, mlp: &GroupedMlp) -> Result<Arc<PreparedWeights<B::Memory>>, Error> {

@@ -1,12 +1,12 @@
 //! Grouped products with their epilogues.
 
 use super::{Side, host, poisoned};
-use crate::subject::Subject;
 use half::bf16;
+use moe4::kernels::Backend;
 use moe4::kernels::activation::{Activation, GluLayout};
 use moe4::kernels::contract::{
     self, AmaxOut, GradBuffers, GradMode, GroupedGemm, GroupedGemmAct, GroupedGemmDact, GroupedWgrad,
-    WeightGrad, WeightShape,
+    RhtAmax, WeightGrad, WeightShape,
 };
 use moe4::kernels::{Buffer, Error, Memory};
 use moe4::numerics::hadamard::SignMask;
@@ -40,7 +40,7 @@ pub struct Gemm<'a> {
 
 impl Gemm<'_> {
     /// `[T, output columns]`.
-    pub fn run<B: Subject>(&self, b: &B) -> Result<Vec<bf16>, Error> {
+    pub fn run<B: Backend>(&self, b: &B) -> Result<Vec<bf16>, Error> {
         let (a, w, groups) = (self.a.upload(b)?, self.w.upload(b)?, b.groups(self.groups)?);
         let bias = self.bias.map(|bias| b.upload(bias.bias)).transpose()?;
         let prob = self.bias.and_then(|bias| bias.prob).map(|prob| b.upload(prob)).transpose()?;
@@ -68,15 +68,18 @@ struct Amaxes<M: Memory> {
 }
 
 impl<M: Memory> Amaxes<M> {
-    fn new<B: Subject<Memory = M>>(b: &B, experts: usize) -> Result<Self, Error> {
+    fn new<B: Backend<Memory = M>>(b: &B, experts: usize) -> Result<Self, Error> {
         Ok(Self { before: poisoned(b, experts)?, after: poisoned(b, experts)? })
     }
 
     fn out(&mut self, mask: SignMask) -> AmaxOut<'_, M> {
-        AmaxOut { amax: M::view_mut(&mut self.before), rht: Some((mask, M::view_mut(&mut self.after))) }
+        AmaxOut {
+            amax: M::view_mut(&mut self.before),
+            rht: Some((RhtAmax::Exact(mask), M::view_mut(&mut self.after))),
+        }
     }
 
-    fn download<B: Subject<Memory = M>>(&self, b: &B) -> Result<(Vec<f32>, Vec<f32>), Error> {
+    fn download<B: Backend<Memory = M>>(&self, b: &B) -> Result<(Vec<f32>, Vec<f32>), Error> {
         Ok((host(b, &self.before)?, host(b, &self.after)?))
     }
 }
@@ -124,7 +127,7 @@ impl GemmAct<'_> {
     }
 
     /// `c`, `h` and the amaxes.
-    pub fn run<B: Subject>(&self, b: &B) -> Result<GemmActOut, Error> {
+    pub fn run<B: Backend>(&self, b: &B) -> Result<GemmActOut, Error> {
         let (x, w1, prob) = (self.x.upload(b)?, self.w1.upload(b)?, b.upload(self.prob)?);
         let b1 = self.b1.map(|b1| b.upload(b1)).transpose()?;
         let groups = b.groups(self.groups)?;
@@ -207,7 +210,7 @@ impl GemmDact<'_> {
     }
 
     /// `dc`, `dprob` and the extras.
-    pub fn run<B: Subject>(&self, b: &B) -> Result<GemmDactOut, Error> {
+    pub fn run<B: Backend>(&self, b: &B) -> Result<GemmDactOut, Error> {
         let (dy, w2) = (self.dy.upload(b)?, self.w2.upload(b)?);
         let (c, prob, groups) = (b.upload(self.c)?, b.upload(self.prob)?, b.groups(self.groups)?);
         let (rows, experts) = (self.groups.rows(), self.groups.experts());
@@ -290,7 +293,7 @@ pub struct Wgrad<'a> {
 
 impl Wgrad<'_> {
     /// The buffers after the pass.
-    pub fn run<B: Subject>(&self, backend: &B) -> Result<Grads, Error> {
+    pub fn run<B: Backend>(&self, backend: &B) -> Result<Grads, Error> {
         let experts = self.groups.experts();
         match &self.before {
             Grads::F32(before) => {
@@ -308,7 +311,7 @@ impl Wgrad<'_> {
         }
     }
 
-    fn run_into<B: Subject>(&self, backend: &B, buffers: GradBuffers<'_, B::Memory>) -> Result<(), Error> {
+    fn run_into<B: Backend>(&self, backend: &B, buffers: GradBuffers<'_, B::Memory>) -> Result<(), Error> {
         let (a, b, groups) = (self.a.upload(backend)?, self.b.upload(backend)?, backend.groups(self.groups)?);
         backend.grouped_wgrad(GroupedWgrad {
             a: a.operand(),

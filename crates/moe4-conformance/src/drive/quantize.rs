@@ -1,8 +1,8 @@
 //! Amax and quantization passes.
 
 use super::{Packed, host, poisoned};
-use crate::subject::Subject;
 use half::bf16;
+use moe4::kernels::Backend;
 use moe4::kernels::contract::{
     self, ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize, QuantizeWeights,
 };
@@ -12,7 +12,7 @@ use moe4::numerics::rounding::Rounding;
 use moe4::tensor::{Groups, Nvfp4, OperandShape};
 
 /// `[E]` amaxes by `group_amax`.
-pub fn amax<B: Subject>(b: &B, x: &[bf16], cols: usize, groups: &Groups) -> Result<Vec<f32>, Error> {
+pub fn amax<B: Backend>(b: &B, x: &[bf16], cols: usize, groups: &Groups) -> Result<Vec<f32>, Error> {
     let (x, on_device) = (b.upload(x)?, b.groups(groups)?);
     let mut out = poisoned::<B, f32>(b, groups.experts())?;
     let pass =
@@ -22,7 +22,7 @@ pub fn amax<B: Subject>(b: &B, x: &[bf16], cols: usize, groups: &Groups) -> Resu
 }
 
 /// `[E]` amaxes before and after the transform by `group_hadamard_amax`.
-pub fn hadamard_amax<B: Subject>(
+pub fn hadamard_amax<B: Backend>(
     b: &B,
     x: &[bf16],
     cols: usize,
@@ -81,7 +81,7 @@ struct Output<M: Memory> {
 }
 
 impl<M: Memory> Output<M> {
-    fn new<B: Subject<Memory = M>>(b: &B, cast: &Cast, shape: OperandShape) -> Result<Self, Error> {
+    fn new<B: Backend<Memory = M>>(b: &B, cast: &Cast, shape: OperandShape) -> Result<Self, Error> {
         Ok(Self {
             amax: b.upload(&cast.amax)?,
             codes: poisoned(b, shape.code_bytes())?,
@@ -98,14 +98,14 @@ impl<M: Memory> Output<M> {
         }
     }
 
-    fn download<B: Subject<Memory = M>>(&self, b: &B) -> Result<Packed, Error> {
+    fn download<B: Backend<Memory = M>>(&self, b: &B) -> Result<Packed, Error> {
         Ok(Nvfp4 { codes: host(b, &self.codes)?, scales: host(b, &self.scales)?, amax: host(b, &self.amax)? })
     }
 }
 
 impl Quantize<'_> {
     /// The rowwise and the columnwise copy, as asked for.
-    pub fn run<B: Subject>(&self, b: &B) -> Result<(Option<Packed>, Option<Packed>), Error> {
+    pub fn run<B: Backend>(&self, b: &B) -> Result<(Option<Packed>, Option<Packed>), Error> {
         let Quantize { x, cols, groups, rowwise, columnwise } = self;
         let (x, on_device) = (b.upload(x)?, b.groups(groups)?);
         let output = |cast, shape| Output::new(b, cast, shape);
@@ -129,7 +129,7 @@ impl Quantize<'_> {
 }
 
 /// `quantize_weights` of `[E, n, k]`.
-pub fn quantize_weights<B: Subject>(
+pub fn quantize_weights<B: Backend>(
     b: &B,
     w: &[bf16],
     experts: usize,

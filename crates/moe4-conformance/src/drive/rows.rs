@@ -1,14 +1,14 @@
 //! Permutation and FC2's bias.
 
 use super::{host, poisoned};
-use crate::subject::Subject;
 use half::bf16;
+use moe4::kernels::Backend;
 use moe4::kernels::contract::{GroupedBiasGrad, Permute, Unpermute};
 use moe4::kernels::{Error, Memory};
 use moe4::tensor::Groups;
 
 /// `[slots, cols]` by `permute`.
-pub fn permute<B: Subject>(b: &B, x: &[bf16], cols: usize, source: &[u32]) -> Result<Vec<bf16>, Error> {
+pub fn permute<B: Backend>(b: &B, x: &[bf16], cols: usize, source: &[u32]) -> Result<Vec<bf16>, Error> {
     let (x, on_device) = (b.upload(x)?, b.upload(source)?);
     let mut out = poisoned::<B, bf16>(b, source.len() * cols)?;
     b.permute(Permute {
@@ -21,7 +21,7 @@ pub fn permute<B: Subject>(b: &B, x: &[bf16], cols: usize, source: &[u32]) -> Re
 }
 
 /// `[tokens, cols]` by `unpermute`.
-pub fn unpermute<B: Subject>(
+pub fn unpermute<B: Backend>(
     b: &B,
     y: &[bf16],
     cols: usize,
@@ -61,7 +61,7 @@ pub struct BiasGrad<'a> {
 
 impl BiasGrad<'_> {
     /// `(dprob, db2)`.
-    pub fn run<B: Subject>(&self, b: &B) -> Result<(Vec<f32>, Vec<f32>), Error> {
+    pub fn run<B: Backend>(&self, b: &B) -> Result<(Vec<f32>, Vec<f32>), Error> {
         let (dy, b2, prob) = (b.upload(self.dy)?, b.upload(self.b2)?, b.upload(self.prob)?);
         let groups = b.groups(self.groups)?;
         let mut dprob = b.upload(self.dprob)?;

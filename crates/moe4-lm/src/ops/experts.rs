@@ -16,6 +16,7 @@ use moe4::mlp::{Needs, RandomSeed};
 use moe4::routing::Permutation;
 
 use super::{Failure, tensor, values};
+use crate::Error;
 use crate::operator::{Operator, Saved, Weights};
 
 /// What one call of the operation needs besides its differentiable inputs.
@@ -105,7 +106,9 @@ impl Backward<Flex, 4> for GroupedExpertsBackward {
         let dy = grads.consume::<Flex>(&ops.node);
         let result = saved.and_then(|saved| {
             let dy = dy.to_contiguous();
-            let result = call.operator.backward(&saved, values(&dy), &call.permutation, call.random);
+            let result = Arc::into_inner(saved)
+                .ok_or(Error::Reused)
+                .and_then(|saved| call.operator.backward(saved, values(&dy), &call.permutation, call.random));
             call.failure.record(result)
         });
         let gradients = match result {
@@ -142,7 +145,7 @@ mod tests {
     use rand::Rng;
 
     use super::*;
-    use crate::config::{ModelConfig, Precision};
+    use crate::config::{ModelConfig, Precision, Stash};
     use crate::model::values;
     use crate::rng::{Stream, rng};
 
@@ -181,7 +184,9 @@ mod tests {
     #[test]
     fn output_and_all_four_gradients_agree_with_a_dense_computation() {
         let config = ModelConfig { experts: EXPERTS, hidden: HIDDEN, ffn: FFN, ..ModelConfig::default() };
-        let operator = Arc::new(Operator::new(&config, Precision::Bf16, false).expect("valid shape"));
+        let operator = Arc::new(
+            Operator::new(&config, Precision::Bf16, false, Stash::Paged, TOKENS).expect("valid shape"),
+        );
         let x = random(0, [TOKENS, HIDDEN], 1.0);
         let w1 = random(1, [EXPERTS, 2 * FFN, HIDDEN], 0.3);
         let w2 = random(2, [EXPERTS, HIDDEN, FFN], 0.3);

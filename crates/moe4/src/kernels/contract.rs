@@ -172,7 +172,21 @@ pub struct AmaxOut<'a, M: Memory> {
     /// Out, `[E]`: of the BF16 tensor.
     pub amax: ViewMut<'a, M, f32>,
     /// Out, `[E]`: after the RHT along tokens.
-    pub rht: Option<(SignMask, ViewMut<'a, M, f32>)>,
+    pub rht: Option<(RhtAmax, ViewMut<'a, M, f32>)>,
+}
+
+/// How an epilogue finds the amax after the RHT.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RhtAmax {
+    /// By the transform.
+    Exact(SignMask),
+    /// As 4 times the amax before: sums of 16 values over 4 are never larger. See [`rht_amax_bound`].
+    Bound,
+}
+
+/// The bound of [`RhtAmax::Bound`], capped at the largest finite number. Exact: 4 times a BF16 value.
+pub fn rht_amax_bound(amax: f32) -> f32 {
+    (4.0 * amax).min(f32::MAX)
 }
 
 /// FC1 with its epilogue: `c = bf16(x · W1ᵀ + b1)`, `h = bf16(act(c) · prob)`.

@@ -1,10 +1,15 @@
-//! A backend that writes down which passes ran.
+//! A backend that writes down which passes ran, what they moved and how long they took.
+//!
+//! It wraps another backend, so a run without it costs nothing.
 #![forbid(unsafe_code)]
 
 use super::contract::*;
-use super::{Backend, Buffer, Capabilities, Element, Error, View};
+use super::work::Work;
+use super::{Backend, Buffer, Capabilities, Element, Error, Memory, View};
+use crate::tensor::Groups;
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 /// A pass, with the choices that change how much work it does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -15,8 +20,8 @@ pub enum PassName {
     GroupQuantize { rowwise: bool, columnwise: bool },
     QuantizeWeights,
     GroupedGemm,
-    GroupedGemmAct { amax: bool },
-    GroupedGemmDact { amax: bool, recompute: bool },
+    GroupedGemmAct { amax: EpilogueAmax },
+    GroupedGemmDact { amax: EpilogueAmax, recompute: bool },
     GroupedWgrad,
     GroupedBiasGrad,
     Permute,
@@ -38,9 +43,10 @@ impl fmt::Display for PassName {
             }
             PassName::QuantizeWeights => f.write_str("quantize_weights"),
             PassName::GroupedGemm => f.write_str("grouped_gemm"),
-            PassName::GroupedGemmAct { amax } => with(f, "grouped_gemm_act", &[(amax, "amax")]),
+            PassName::GroupedGemmAct { amax } => with(f, "grouped_gemm_act", &amax.parts()),
             PassName::GroupedGemmDact { amax, recompute } => {
-                with(f, "grouped_gemm_dact", &[(amax, "amax"), (recompute, "recompute h")])
+                let [row, rht, bound] = amax.parts();
+                with(f, "grouped_gemm_dact", &[row, rht, bound, (recompute, "recompute h")])
             }
             PassName::GroupedWgrad => f.write_str("grouped_wgrad"),
             PassName::GroupedBiasGrad => f.write_str("grouped_bias_grad"),
@@ -50,26 +56,88 @@ impl fmt::Display for PassName {
     }
 }
 
-/// Passes everything on to `inner` and keeps a list of what ran, in order.
+/// Which amaxes an epilogue leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum EpilogueAmax {
+    /// None.
+    None,
+    /// Of the tensor.
+    Rowwise,
+    /// Of the tensor and of its transform.
+    Rht,
+    /// Of the tensor, and 4 times it for its transform.
+    Bound,
+}
+
+impl EpilogueAmax {
+    fn of<M: Memory>(out: &Option<AmaxOut<'_, M>>) -> Self {
+        match out.as_ref().map(|o| o.rht.as_ref().map(|(kind, _)| *kind)) {
+            None => Self::None,
+            Some(None) => Self::Rowwise,
+            Some(Some(RhtAmax::Exact(_))) => Self::Rht,
+            Some(Some(RhtAmax::Bound)) => Self::Bound,
+        }
+    }
+
+    /// Numbers left for each expert.
+    pub fn outputs(self) -> usize {
+        match self {
+            Self::None => 0,
+            Self::Rowwise => 1,
+            Self::Rht | Self::Bound => 2,
+        }
+    }
+
+    fn parts(self) -> [(bool, &'static str); 3] {
+        [(self != Self::None, "amax"), (self == Self::Rht, "RHT amax"), (self == Self::Bound, "RHT bound")]
+    }
+}
+
+/// One pass that ran.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Which pass.
+    pub name: PassName,
+    /// What it moved and computed.
+    pub work: Work,
+    /// How long the call took.
+    pub time: Duration,
+}
+
+/// Passes everything on to `inner` and keeps a list of what ran, in order. Refused and failed passes are left out.
 #[derive(Debug)]
 pub struct Ledger<'b, B> {
     inner: &'b B,
-    passes: Mutex<Vec<PassName>>,
+    entries: Mutex<Vec<Entry>>,
 }
 
 impl<'b, B: Backend> Ledger<'b, B> {
     /// An empty ledger over `inner`.
     pub fn new(inner: &'b B) -> Self {
-        Self { inner, passes: Mutex::default() }
+        Self { inner, entries: Mutex::default() }
     }
 
-    /// The passes so far; the list starts anew.
-    pub fn take(&self) -> Vec<PassName> {
-        std::mem::take(&mut self.passes.lock().unwrap_or_else(PoisonError::into_inner))
+    /// What ran so far; the list starts anew.
+    pub fn take(&self) -> Vec<Entry> {
+        std::mem::take(&mut self.entries.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn record(&self, name: PassName) {
-        self.passes.lock().unwrap_or_else(PoisonError::into_inner).push(name);
+    /// The names of [`Ledger::take`].
+    pub fn take_names(&self) -> Vec<PassName> {
+        self.take().into_iter().map(|e| e.name).collect()
+    }
+
+    fn record(
+        &self,
+        name: PassName,
+        work: Work,
+        pass: impl FnOnce() -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let start = Instant::now();
+        pass()?;
+        let entry = Entry { name, work, time: start.elapsed() };
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner).push(entry);
+        Ok(())
     }
 }
 
@@ -78,6 +146,9 @@ impl<B: Backend> Backend for Ledger<'_, B> {
 
     fn capabilities(&self) -> Capabilities {
         self.inner.capabilities()
+    }
+    fn groups(&self, groups: &Groups) -> Result<<Self::Memory as Memory>::Groups, Error> {
+        self.inner.groups(groups)
     }
     fn empty<T: Element>(&self, len: usize) -> Result<Buffer<B::Memory, T>, Error> {
         self.inner.empty(len)
@@ -93,50 +164,41 @@ impl<B: Backend> Backend for Ledger<'_, B> {
     }
 
     fn group_amax(&self, pass: GroupAmax<'_, B::Memory>) -> Result<(), Error> {
-        self.record(PassName::GroupAmax);
-        self.inner.group_amax(pass)
+        self.record(PassName::GroupAmax, pass.work(), || self.inner.group_amax(pass))
     }
     fn group_hadamard_amax(&self, pass: GroupHadamardAmax<'_, B::Memory>) -> Result<(), Error> {
-        self.record(PassName::GroupHadamardAmax);
-        self.inner.group_hadamard_amax(pass)
+        self.record(PassName::GroupHadamardAmax, pass.work(), || self.inner.group_hadamard_amax(pass))
     }
     fn group_quantize(&self, pass: GroupQuantize<'_, B::Memory>) -> Result<(), Error> {
-        self.record(PassName::GroupQuantize {
-            rowwise: pass.rowwise.is_some(),
-            columnwise: pass.columnwise.is_some(),
-        });
-        self.inner.group_quantize(pass)
+        let (rowwise, columnwise) = (pass.rowwise.is_some(), pass.columnwise.is_some());
+        let name = PassName::GroupQuantize { rowwise, columnwise };
+        self.record(name, pass.work(), || self.inner.group_quantize(pass))
     }
     fn quantize_weights(&self, pass: QuantizeWeights<'_, B::Memory>) -> Result<(), Error> {
-        self.record(PassName::QuantizeWeights);
-        self.inner.quantize_weights(pass)
+        self.record(PassName::QuantizeWeights, pass.work(), || self.inner.quantize_weights(pass))
     }
     fn grouped_gemm(&self, pass: GroupedGemm<'_, B::Memory>) -> Result<(), Error> {
-        self.record(PassName::GroupedGemm);
-        self.inner.grouped_gemm(pass)
+        self.record(PassName::GroupedGemm, pass.work(), || self.inner.grouped_gemm(pass))
     }
     fn grouped_gemm_act(&self, pass: GroupedGemmAct<'_, B::Memory>) -> Result<(), Error> {
-        self.record(PassName::GroupedGemmAct { amax: pass.h_amax.is_some() });
-        self.inner.grouped_gemm_act(pass)
+        let name = PassName::GroupedGemmAct { amax: EpilogueAmax::of(&pass.h_amax) };
+        self.record(name, pass.work(), || self.inner.grouped_gemm_act(pass))
     }
     fn grouped_gemm_dact(&self, pass: GroupedGemmDact<'_, B::Memory>) -> Result<(), Error> {
-        self.record(PassName::GroupedGemmDact { amax: pass.dc_amax.is_some(), recompute: pass.h.is_some() });
-        self.inner.grouped_gemm_dact(pass)
+        let name =
+            PassName::GroupedGemmDact { amax: EpilogueAmax::of(&pass.dc_amax), recompute: pass.h.is_some() };
+        self.record(name, pass.work(), || self.inner.grouped_gemm_dact(pass))
     }
     fn grouped_wgrad(&self, pass: GroupedWgrad<'_, B::Memory>) -> Result<(), Error> {
-        self.record(PassName::GroupedWgrad);
-        self.inner.grouped_wgrad(pass)
+        self.record(PassName::GroupedWgrad, pass.work(), || self.inner.grouped_wgrad(pass))
     }
     fn grouped_bias_grad(&self, pass: GroupedBiasGrad<'_, B::Memory>) -> Result<(), Error> {
-        self.record(PassName::GroupedBiasGrad);
-        self.inner.grouped_bias_grad(pass)
+        self.record(PassName::GroupedBiasGrad, pass.work(), || self.inner.grouped_bias_grad(pass))
     }
     fn permute(&self, pass: Permute<'_, B::Memory>) -> Result<(), Error> {
-        self.record(PassName::Permute);
-        self.inner.permute(pass)
+        self.record(PassName::Permute, pass.work(), || self.inner.permute(pass))
     }
     fn unpermute(&self, pass: Unpermute<'_, B::Memory>) -> Result<(), Error> {
-        self.record(PassName::Unpermute);
-        self.inner.unpermute(pass)
+        self.record(PassName::Unpermute, pass.work(), || self.inner.unpermute(pass))
     }
 }

@@ -6,18 +6,21 @@
 
 pub mod activation;
 pub mod contract;
+mod contract_work;
 #[cfg(feature = "cpu")]
 pub mod cpu;
 pub(crate) mod error;
 mod ledger;
 mod memory;
 pub mod reference;
+pub mod work;
 
 pub(crate) use error::expect_len;
 pub use error::{DeviceError, Error, Misuse, Unsupported};
-pub use ledger::{Ledger, PassName};
+pub use ledger::{Entry, EpilogueAmax, Ledger, PassName};
 pub use memory::{Buffer, Element, Extent, Host, Memory, View, ViewMut};
 
+use crate::tensor::Groups;
 use contract::*;
 
 /// What a backend can do. The operator asks once, before the first pass.
@@ -45,6 +48,8 @@ pub trait Backend: Send + Sync {
     /// What it can do.
     fn capabilities(&self) -> Capabilities;
 
+    /// Groups known on the host, where this backend's passes read them.
+    fn groups(&self, groups: &Groups) -> Result<<Self::Memory as Memory>::Groups, Error>;
     /// A buffer of unspecified contents.
     fn empty<T: Element>(&self, len: usize) -> Result<Buffer<Self::Memory, T>, Error>;
     /// A copy of a tensor.

@@ -16,9 +16,12 @@ mod config;
 mod forward;
 mod plan;
 mod plan_display;
+mod plan_work;
 mod quantize;
 mod saved;
+mod stash;
 mod trace;
+mod weight_cache;
 mod weights;
 
 pub use crate::kernels::activation::{
@@ -29,8 +32,14 @@ pub use backward::{BackwardArgs, Gradients, RandomSeed, WeightGrads};
 pub use config::{DcAmax, GradientRounding, GroupedMlpConfig, Needs, Precision};
 pub use forward::{Forward, ForwardArgs};
 pub use plan::{AmaxSource, CopyPlan, OperandPlan, Phase, Plan, PlannedPass, SavedAs};
+pub use plan_work::SavedBytes;
 pub use saved::Saved;
+pub use stash::{
+    InPlace, PageId, PageTable, PageTableStats, PagedSaved, PagedStash, PagedStashStats, Refused, Stash,
+    StashFull,
+};
 pub use trace::{Trace, TracedData, TracedTensor};
+pub use weight_cache::{StaleWeights, WeightCache};
 pub use weights::{Biases, PackedView, PreparedWeights, WeightSource};
 
 use crate::kernels::Error;

@@ -4,7 +4,7 @@
 //! here with the passes that a [`Ledger`](crate::kernels::Ledger) saw.
 
 use super::config::{DcAmax, GradientRounding, GroupedMlpConfig, Needs, Precision};
-use crate::kernels::PassName;
+use crate::kernels::{EpilogueAmax, PassName};
 use crate::numerics::hadamard::SignMask;
 
 /// What one forward and its backward do.
@@ -76,6 +76,8 @@ pub enum AmaxSource {
     Epilogue,
     /// The forward's epilogue, saved and used again.
     Reused,
+    /// 4 times the amax before the RHT, from the epilogue of the product that wrote the tensor.
+    Bound,
 }
 
 /// How a tensor waits for the backward.
@@ -111,9 +113,11 @@ impl Plan {
         };
         let (nearest, gradients) = (GradientRounding::Nearest, config.gradient_rounding);
         let (fc1, fc2) = (config.fc1_rht, config.fc2_rht);
-        let dc_source = match config.dc_amax {
-            DcAmax::Exact => AmaxSource::Epilogue,
-            DcAmax::SeparatePass => AmaxSource::Pass,
+        let (dc_source, dc_rht_source) = match config.dc_amax {
+            DcAmax::Exact => (AmaxSource::Epilogue, AmaxSource::Epilogue),
+            DcAmax::Bound if fc1.is_some() => (AmaxSource::Epilogue, AmaxSource::Bound),
+            DcAmax::Bound => (AmaxSource::Epilogue, AmaxSource::Epilogue),
+            DcAmax::SeparatePass => (AmaxSource::Pass, AmaxSource::Pass),
         };
         let (h_made, h_source) = if recompute {
             (Phase::Backward, AmaxSource::Reused)
@@ -137,7 +141,7 @@ impl Plan {
             },
             dc: OperandPlan {
                 rowwise: copy(needs.input, Phase::Backward, dc_source, gradients, None),
-                columnwise: copy(needs.weights, Phase::Backward, dc_source, gradients, fc1),
+                columnwise: copy(needs.weights, Phase::Backward, dc_rht_source, gradients, fc1),
             },
             saved_x: match (needs.weights, quantized) {
                 (false, _) => SavedAs::Nothing,
@@ -165,7 +169,7 @@ impl Plan {
         let mut passes = vec![];
         passes.extend(self.x.amax_pass("x"));
         passes.extend(self.x.quantize_pass("x", Phase::Forward));
-        let amax = self.h.needs_epilogue();
+        let amax = self.h.epilogue_amax();
         passes.push(PlannedPass { name: PassName::GroupedGemmAct { amax }, tensor: "c, h" });
         passes.extend(self.h.quantize_pass("h", Phase::Forward));
         passes.push(PlannedPass { name: PassName::GroupedGemm, tensor: "y" });
@@ -179,7 +183,7 @@ impl Plan {
         let mut passes = vec![];
         passes.extend(self.dy.amax_pass("dy"));
         passes.extend(self.dy.quantize_pass("dy", Phase::Backward));
-        let (amax, recompute) = (self.dc.needs_epilogue(), self.rebuilds_h);
+        let (amax, recompute) = (self.dc.epilogue_amax(), self.rebuilds_h);
         passes.push(PlannedPass { name: PassName::GroupedGemmDact { amax, recompute }, tensor: "dc" });
         if self.config.bias {
             passes.push(PlannedPass { name: PassName::GroupedBiasGrad, tensor: "db2" });
@@ -205,7 +209,17 @@ impl OperandPlan {
 
     /// Whether the product that writes the tensor also takes its amaxes.
     pub fn needs_epilogue(&self) -> bool {
-        self.copies().any(|c| matches!(c.amax, AmaxSource::Epilogue | AmaxSource::Reused))
+        self.copies().any(|c| c.amax != AmaxSource::Pass)
+    }
+
+    /// Which amaxes the product that writes the tensor leaves.
+    pub fn epilogue_amax(&self) -> EpilogueAmax {
+        match (self.needs_epilogue(), self.rht(), self.columnwise.map(|c| c.amax)) {
+            (false, ..) => EpilogueAmax::None,
+            (true, None, _) => EpilogueAmax::Rowwise,
+            (true, Some(_), Some(AmaxSource::Bound)) => EpilogueAmax::Bound,
+            (true, Some(_), _) => EpilogueAmax::Rht,
+        }
     }
 
     /// Whether the tensor's amaxes take a pass over it.
@@ -249,13 +263,13 @@ mod tests {
             [
                 "group_hadamard_amax x",
                 "group_quantize (rowwise + columnwise) x",
-                "grouped_gemm_act (amax) c, h",
+                "grouped_gemm_act (amax + RHT amax) c, h",
                 "group_quantize (rowwise) h",
                 "grouped_gemm y"
             ]
         );
         assert!(names(&off.forward).contains(&"group_quantize (rowwise + columnwise) h".into()));
-        assert!(names(&on.backward).contains(&"grouped_gemm_dact (amax + recompute h) dc".into()));
+        assert!(names(&on.backward).contains(&"grouped_gemm_dact (amax + RHT amax + recompute h) dc".into()));
         assert!(names(&on.backward).contains(&"group_quantize (columnwise) h".into()));
         assert!(!names(&on.backward).iter().any(|p| p.contains("amax h")), "h's amaxes are reused");
         assert_eq!((off.saved_h, on.saved_h), (SavedAs::Columnwise, SavedAs::Amax));

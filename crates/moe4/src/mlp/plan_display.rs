@@ -64,6 +64,7 @@ fn copy_row(tensor: &str, copy: &str, plan: CopyPlan) -> [String; 7] {
         AmaxSource::Pass => "pass",
         AmaxSource::Epilogue => "epilogue",
         AmaxSource::Reused => "forward's epilogue",
+        AmaxSource::Bound => "4 x epilogue",
     };
     let rht = plan.rht.map_or("-".to_owned(), |mask| mask.to_string());
     [tensor.into(), copy.into(), made.into(), "1x16".into(), rounding.into(), rht, amax.into()]
@@ -100,7 +101,7 @@ mod tests {
             "  h       columnwise  backward  1x16   nearest     0xD7E8  forward's epilogue",
             "  dc      rowwise     backward  1x16   stochastic  -       epilogue",
             "saved: x (columnwise), c (bf16), prob, amax of h",
-            "   3. c, h: grouped_gemm_act (amax)",
+            "   3. c, h: grouped_gemm_act (amax + RHT amax)",
         ] {
             assert!(text.lines().any(|l| l == line), "'{line}' is not in:\n{text}");
         }

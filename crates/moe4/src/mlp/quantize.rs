@@ -1,9 +1,11 @@
 //! Amaxes and quantized copies of one tensor, as its [`OperandPlan`] says.
 
-use super::plan::{CopyPlan, OperandPlan, Phase};
+use super::plan::{AmaxSource, CopyPlan, OperandPlan, Phase};
 use super::saved::Packed;
 use super::trace::Trace;
-use crate::kernels::contract::{AmaxOut, Cast, ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize};
+use crate::kernels::contract::{
+    AmaxOut, Cast, ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize, RhtAmax,
+};
 use crate::kernels::{Backend, Buffer, Error, Extent, Memory, View};
 use crate::numerics::BLOCK;
 use crate::numerics::rounding::Rounding;
@@ -65,7 +67,11 @@ impl<M: Memory> Amaxes<M> {
 
     /// Where the epilogue that writes the tensor is to leave them.
     pub(super) fn epilogue(&mut self, plan: &OperandPlan) -> AmaxOut<'_, M> {
-        let rht = plan.rht().zip(self.rht.as_mut().map(M::view_mut));
+        let kind = |mask| match plan.columnwise.map(|c| c.amax) {
+            Some(AmaxSource::Bound) => RhtAmax::Bound,
+            _ => RhtAmax::Exact(mask),
+        };
+        let rht = plan.rht().map(kind).zip(self.rht.as_mut().map(M::view_mut));
         AmaxOut { amax: M::view_mut(&mut self.rowwise), rht }
     }
 

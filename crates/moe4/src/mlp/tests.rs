@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::kernels::reference::Reference;
+use crate::kernels::work::Rows;
 use crate::kernels::{Host, Ledger};
 use crate::numerics::philox::philox4x32;
 use crate::tensor::Groups;
@@ -11,12 +12,12 @@ use std::sync::Arc;
 const SPLITS: [usize; 4] = [21, 0, 1, 32];
 const ROWS: usize = 56; // two rows past the last expert
 
-fn values(stream: u64, len: usize, scale: f32) -> Vec<f32> {
+pub(super) fn values(stream: u64, len: usize, scale: f32) -> Vec<f32> {
     let unit = |i: usize| philox4x32(7, stream, i as u64)[0] as f32 / u32::MAX as f32 * 2.0 - 1.0;
     (0..len).map(|i| unit(i) * scale).collect()
 }
 
-fn bf16s(stream: u64, len: usize, scale: f32) -> Vec<bf16> {
+pub(super) fn bf16s(stream: u64, len: usize, scale: f32) -> Vec<bf16> {
     values(stream, len, scale).into_iter().map(bf16::from_f32).collect()
 }
 
@@ -55,8 +56,12 @@ fn step(config: GroupedMlpConfig, needs: Needs) -> Results {
         ForwardArgs { x: &x[..], prob: &prob[..], groups: &groups, weights: &weights, needs, trace: None };
     let Forward { y, saved } = mlp.forward(&backend, args).unwrap();
     let plan = mlp.plan(needs);
-    let planned = |passes: &[PlannedPass]| passes.iter().map(|p| p.name).collect::<Vec<_>>();
-    assert_eq!(backend.take(), planned(&plan.forward));
+    let rows = Rows { rows: groups.rows(), padded: groups.padded_rows(), experts: groups.experts() };
+    let planned =
+        |passes: &[PlannedPass]| passes.iter().map(|p| (p.name, plan.work(p, rows))).collect::<Vec<_>>();
+    let ran = || backend.take().iter().map(|e| (e.name, e.work)).collect::<Vec<_>>();
+    assert_eq!(ran(), planned(&plan.forward));
+    assert_eq!(saved.bytes(), plan.saved_bytes(rows).iter().map(|s| s.bytes).sum::<usize>());
     let (mut dw1, mut dw2) = (vec![f32::NAN; 4 * s1.n * s1.k], vec![f32::NAN; 4 * s2.n * s2.k]);
     let dw = needs.weights.then(|| WeightGrads::<Host> {
         dw1: WeightGrad::packed_f32(&mut dw1[..], 4, GradMode::Overwrite),
@@ -64,7 +69,7 @@ fn step(config: GroupedMlpConfig, needs: Needs) -> Results {
     });
     let args = BackwardArgs { dy: &dy[..], random: RandomSeed { seed: 1, call: 2 }, dw, trace: None };
     let grads = mlp.backward(&backend, &saved, args).unwrap();
-    assert_eq!(backend.take(), planned(&plan.backward));
+    assert_eq!(ran(), planned(&plan.backward));
     if !needs.weights {
         (dw1, dw2) = (vec![], vec![]);
     }
@@ -169,4 +174,35 @@ fn misuse_is_refused_before_anything_runs() {
     let inference = forward(&mlp, &x, &groups, Needs::NONE).unwrap().saved;
     assert_eq!(inference.bytes(), 0);
     assert!(refused(&mlp, &inference, &x, None).contains("Needs::NONE"));
+}
+
+#[test]
+fn recompute_saves_less_than_half_of_bf16() {
+    // Each step above checks that `Saved` owns exactly what the plan says, so the plan can be asked about any shape.
+    let config = |precision, recompute_activation| {
+        let activation = Activation::SRELU;
+        GroupedMlpConfig {
+            precision,
+            recompute_activation,
+            activation,
+            ..GroupedMlpConfig::new(8, 4096, 4096)
+        }
+    };
+    let rows = Rows { rows: 65536, padded: 65536, experts: 8 };
+    let total = |config: GroupedMlpConfig| {
+        Plan::new(&config, Needs::ALL).saved_bytes(rows).iter().map(|s| s.bytes).sum::<usize>() as f64
+    };
+    assert!(total(config(Precision::Nvfp4, true)) <= 0.45 * total(config(Precision::Bf16, false)));
+}
+
+#[test]
+fn the_bound_changes_the_fc1_weight_gradient_only() {
+    for activation in [Activation::SWIGLU, Activation::SRELU] {
+        let exact = GroupedMlpConfig { activation, gradient_rounding: GradientRounding::Nearest, ..config() };
+        let bound = GroupedMlpConfig { dc_amax: DcAmax::Bound, ..exact.clone() };
+        let (exact, mut bound) = (step(exact, Needs::ALL), step(bound, Needs::ALL));
+        assert_ne!(exact.dw1, bound.dw1, "{activation}");
+        bound.dw1.clone_from(&exact.dw1);
+        assert_eq!(exact, bound, "{activation}");
+    }
 }

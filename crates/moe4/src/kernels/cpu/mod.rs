@@ -33,6 +33,7 @@ pub use isa::Isa;
 use super::contract::*;
 use super::memory::Host;
 use super::{Backend, Capabilities, Element, Error};
+use crate::tensor::Groups;
 
 /// The CPU backend, in host memory.
 #[derive(Clone, Copy, Debug)]
@@ -73,6 +74,9 @@ impl Backend for Cpu {
         }
     }
 
+    fn groups(&self, groups: &Groups) -> Result<Groups, Error> {
+        Ok(groups.clone())
+    }
     fn empty<T: Element>(&self, len: usize) -> Result<Vec<T>, Error> {
         Ok(bytemuck::allocation::zeroed_vec(len))
     }

@@ -107,14 +107,21 @@ fn block_amaxes(isa: Isa, wanted: Option<Option<SignMask>>, rows: &[bf16], cols:
 }
 
 fn wanted_amaxes(out: &Option<AmaxOut<'_, Host>>) -> Option<Option<SignMask>> {
-    out.as_ref().map(|o| o.rht.as_ref().map(|(mask, _)| *mask))
+    out.as_ref().map(|o| match o.rht {
+        Some((RhtAmax::Exact(mask), _)) => Some(mask),
+        Some((RhtAmax::Bound, _)) | None => None,
+    })
 }
 
 fn write_amaxes(groups: &Groups, blocks: &[RowBlock], found: &[[f32; 2]], out: Option<AmaxOut<'_, Host>>) {
     let Some(AmaxOut { amax, rht }) = out else { return };
     reduce_max(groups, blocks, found.iter().map(|a| a[0]), amax);
-    if let Some((_, amax)) = rht {
-        reduce_max(groups, blocks, found.iter().map(|a| a[1]), amax);
+    match rht {
+        Some((RhtAmax::Exact(_), out)) => reduce_max(groups, blocks, found.iter().map(|a| a[1]), out),
+        Some((RhtAmax::Bound, out)) => {
+            out.iter_mut().zip(amax).for_each(|(out, amax)| *out = rht_amax_bound(*amax))
+        }
+        None => {}
     }
 }
 

@@ -14,6 +14,7 @@ pub(super) use rows::check_indices;
 use super::contract::*;
 use super::memory::Host;
 use super::{Backend, Capabilities, Element, Error};
+use crate::tensor::Groups;
 
 /// The scalar reference backend, in host memory.
 #[derive(Clone, Copy, Debug, Default)]
@@ -32,6 +33,9 @@ impl Backend for Reference {
         }
     }
 
+    fn groups(&self, groups: &Groups) -> Result<Groups, Error> {
+        Ok(groups.clone())
+    }
     fn empty<T: Element>(&self, len: usize) -> Result<Vec<T>, Error> {
         Ok(vec![T::default(); len])
     }

@@ -86,8 +86,12 @@ pub(super) fn grouped_gemm(pass: GroupedGemm<'_, Host>) {
 fn write_amax(x: &[bf16], cols: usize, groups: &Groups, out: Option<AmaxOut<'_, Host>>) {
     let Some(AmaxOut { amax, rht }) = out else { return };
     group_amax(x, cols, groups, amax);
-    if let Some((mask, amax)) = rht {
-        group_amax_rht(x, cols, groups, mask, amax);
+    match rht {
+        Some((RhtAmax::Exact(mask), out)) => group_amax_rht(x, cols, groups, mask, out),
+        Some((RhtAmax::Bound, out)) => {
+            out.iter_mut().zip(amax).for_each(|(out, amax)| *out = rht_amax_bound(*amax))
+        }
+        None => {}
     }
 }
 

@@ -1,0 +1,74 @@
+//! Facts about this machine, as the system tells them.
+
+use std::fs;
+use std::path::Path;
+
+use sysinfo::{CpuRefreshKind, MemoryRefreshKind, RefreshKind, System};
+
+const UNKNOWN: &str = "unknown";
+
+/// Processor, memory and system.
+pub(super) fn facts() -> Vec<(&'static str, String)> {
+    let wanted = RefreshKind::nothing()
+        .with_cpu(CpuRefreshKind::nothing())
+        .with_memory(MemoryRefreshKind::nothing().with_ram());
+    let system = System::new_with_specifics(wanted).ok();
+    let model = system.as_ref().and_then(|s| s.cpus().first()).map(|cpu| cpu.brand().trim().to_owned());
+    let model = model.filter(|name| !name.is_empty()).unwrap_or(UNKNOWN.into());
+    let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64);
+    let memory = |s: &System| format!("{}, {} available", gib(s.total_memory()), gib(s.available_memory()));
+    vec![
+        ("system", System::long_os_version().unwrap_or_else(|_| std::env::consts::OS.into())),
+        ("processor", format!("{model} ({})", std::env::consts::ARCH)),
+        ("cores to use", std::thread::available_parallelism().map_or(UNKNOWN.into(), |n| n.to_string())),
+        ("vector extensions", extensions()),
+        ("memory", system.as_ref().map_or(UNKNOWN.into(), memory)),
+    ]
+}
+
+#[cfg(target_arch = "x86_64")]
+fn extensions() -> String {
+    let known = [
+        ("avx2", is_x86_feature_detected!("avx2")),
+        ("fma", is_x86_feature_detected!("fma")),
+        ("avx512f", is_x86_feature_detected!("avx512f")),
+        ("avx512bw", is_x86_feature_detected!("avx512bw")),
+        ("avx512dq", is_x86_feature_detected!("avx512dq")),
+        ("avx512vl", is_x86_feature_detected!("avx512vl")),
+        ("avx512vbmi", is_x86_feature_detected!("avx512vbmi")),
+        ("avx512bf16", is_x86_feature_detected!("avx512bf16")),
+    ];
+    let found: Vec<_> = known.iter().filter(|(_, found)| *found).map(|(name, _)| *name).collect();
+    if found.is_empty() { "none beyond sse2".into() } else { found.join(" ") }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn extensions() -> String {
+    "those of the compiler's target".into()
+}
+
+/// NVIDIA GPUs as the driver lists them, and why none of them is used.
+pub(super) fn gpu() -> String {
+    let driver = Path::new("/proc/driver/nvidia");
+    if cfg!(not(target_os = "linux")) {
+        return "none: GPUs are looked for on Linux only".into();
+    }
+    if !driver.join("version").exists() {
+        return "none: no NVIDIA driver is loaded (/proc/driver/nvidia/version does not exist)".into();
+    }
+    let models = gpu_models(&driver.join("gpus"));
+    let listed = if models.is_empty() { "no GPU listed by its driver".into() } else { models.join(", ") };
+    format!("none: {listed}, but this build of moe4 has no CUDA kernels")
+}
+
+fn gpu_models(folder: &Path) -> Vec<String> {
+    let Ok(entries) = fs::read_dir(folder) else { return vec![] };
+    let model = |text: String| {
+        text.lines().find_map(|line| line.strip_prefix("Model:").map(|model| model.trim().to_owned()))
+    };
+    entries
+        .flatten()
+        .filter_map(|e| fs::read_to_string(e.path().join("information")).ok())
+        .filter_map(model)
+        .collect()
+}
