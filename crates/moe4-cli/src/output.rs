@@ -2,6 +2,8 @@
 
 use std::io::{self, ErrorKind, Write};
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail};
 use comfy_table::{Cell, CellAlignment, LineStyle, Table, TableStyle};
@@ -30,6 +32,14 @@ pub(crate) fn table(heads: &[&str], left: usize, rows: Vec<Vec<String>>) -> Stri
         table.add_row(cells(row));
     }
     format!("{}\n", table.trim_fmt())
+}
+
+/// Becomes true with Ctrl-C, which would otherwise leave a file half written.
+pub(crate) fn interrupt_flag() -> Result<Arc<AtomicBool>> {
+    let flag = Arc::new(AtomicBool::new(false));
+    let setter = Arc::clone(&flag);
+    ctrlc::set_handler(move || setter.store(true, Ordering::Relaxed)).context("cannot listen for Ctrl-C")?;
+    Ok(flag)
 }
 
 /// A progress bar that shows only on a terminal, over `length` bytes.

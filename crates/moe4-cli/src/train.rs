@@ -3,10 +3,8 @@
 mod progress;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::ValueEnum;
 use moe4::kernels::activation::Activation;
 use moe4::mlp::PagedStashStats;
@@ -32,8 +30,8 @@ pub(crate) struct TrainArgs {
     resume: Option<PathBuf>,
 
     /// Threads to compute with; the results do not depend on it [default: all cores]
-    #[arg(long, value_name = "N")]
-    threads: Option<usize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
 }
 
 /// What a run follows from; fixed once it has started.
@@ -125,18 +123,17 @@ enum Precisions {
 pub(crate) fn run(args: TrainArgs) -> Result<()> {
     // burn and moe4 both compute on the rayon pool that they are called from.
     let mut pool = rayon::ThreadPoolBuilder::new();
-    match args.threads {
-        Some(0) => bail!("--threads is 0, but must be at least 1"),
-        Some(threads) => pool = pool.num_threads(threads),
-        None => {}
+    if let Some(threads) = args.threads {
+        pool = pool.num_threads(threads.into());
     }
     let pool = pool.build().context("cannot start the threads")?;
 
+    // Before there is a folder that an interrupt could leave half made.
+    let mut progress = Progress::new(output::interrupt_flag()?);
     let mut run = match &args.resume {
         Some(folder) => Run::resume(folder)?,
         None => start(&args)?,
     };
-    let mut progress = Progress::new(stop_flag()?);
     let outcome = pool.install(|| run.execute(&mut progress))?;
     output::print(&report(&run, &outcome))
 }
@@ -193,20 +190,6 @@ fn next_folder() -> PathBuf {
         }
         number += 1;
     }
-}
-
-/// Becomes true with the first Ctrl-C; the second one ends the program.
-fn stop_flag() -> Result<Arc<AtomicBool>> {
-    let stop = Arc::new(AtomicBool::new(false));
-    let flag = Arc::clone(&stop);
-    let handler = move || {
-        if flag.swap(true, Ordering::Relaxed) {
-            // What is on the disk is whole at any moment.
-            std::process::exit(130);
-        }
-    };
-    ctrlc::set_handler(handler).context("cannot listen for Ctrl-C")?;
-    Ok(stop)
 }
 
 fn report(run: &Run, outcome: &Outcome) -> String {

@@ -15,11 +15,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::config::{Precision, RunConfig};
-use crate::files::write_whole;
+use crate::files::{fnv1a, write_whole};
 use crate::model::Transformer;
 
 const HEADER: &str = "moe4_lm";
 const OPTIMIZER: &str = "optimizer.burnpack";
+/// FNV-1a over all tensors' bytes and names, in hexadecimal: burn trusts what it is given.
+const CHECKSUM: &str = "moe4_lm_checksum";
 
 /// What a checkpoint belongs to.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -58,7 +60,8 @@ pub(crate) fn save(
     let view = TensorView::new(Dtype::U8, vec![optimizer.len()], &optimizer);
     views.push((OPTIMIZER, view.map_err(|error| failed(error.to_string()))?));
     let text = toml::to_string(header).map_err(|error| failed(error.to_string()))?;
-    let metadata = HashMap::from([(HEADER.to_owned(), text)]);
+    let checksum = checksum(views.iter().map(|(name, view)| (*name, view.data())));
+    let metadata = HashMap::from([(HEADER.to_owned(), text), (CHECKSUM.to_owned(), checksum)]);
     let file = safetensors::serialize(views, Some(metadata)).map_err(|error| failed(error.to_string()))?;
     write_whole(path, &file)
 }
@@ -85,6 +88,10 @@ pub(crate) fn load(
     }
 
     let tensors = SafeTensors::deserialize(&file).map_err(|error| foreign(error.to_string()))?;
+    let found = checksum(tensors.iter().map(|(name, view)| (name, view.data())));
+    if metadata.metadata().as_ref().and_then(|fields| fields.get(CHECKSUM)) != Some(&found) {
+        return Err(foreign("its contents do not match their checksum; the file is damaged".to_owned()));
+    }
     let mut restore = Restore { path: Vec::new(), tensors: &tensors, missing: None };
     let model = model.map(&mut restore);
     if let Some(reason) = restore.missing {
@@ -94,6 +101,14 @@ pub(crate) fn load(
     let state = Bytes::from_bytes_vec(state.data().to_vec());
     let optimizer = optimizer.from_bytes(state).map_err(|error| foreign(error.to_string()))?;
     Ok((step, model, optimizer))
+}
+
+/// Over all tensors in the order of their names, which the file's own order does not enter.
+fn checksum<'a>(tensors: impl Iterator<Item = (&'a str, &'a [u8])>) -> String {
+    let mut tensors: Vec<_> = tensors.collect();
+    tensors.sort_by_key(|(name, _)| *name);
+    let parts = tensors.into_iter().flat_map(|(name, data)| [name.as_bytes(), data]);
+    format!("{:016x}", fnv1a(parts))
 }
 
 /// Collects every parameter with its dotted name.

@@ -20,6 +20,12 @@ const MAX_BYTES_A_STEP: usize = 1 << 20;
 /// The most parameters: with gradients and AdamW's state, 16 GB.
 const MAX_PARAMETERS: usize = 1 << 30;
 
+/// The most activation values of a step: at 8 bytes with their gradients, 16 GB.
+const MAX_ACTIVATIONS: u128 = 1 << 31;
+
+/// The longest text to sample.
+const MAX_SAMPLE_BYTES: usize = 1 << 20;
+
 /// The number format of the expert layers' matrix products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -198,6 +204,19 @@ impl RunConfig {
             let expected = format!("at most {} with a context of {context}", MAX_BYTES_A_STEP / context);
             return Err(Error::setting("batch", self.training.batch, expected));
         }
+        let rows = self.training.batch as u128 * context as u128;
+        let model = &self.model;
+        let attention = model.heads as u128 * context as u128;
+        let experts = model.top_k as u128 * (4 * model.hidden as u128 + 3 * model.ffn as u128);
+        let routing = model.experts as u128;
+        if rows * (attention + experts + routing) * model.layers as u128 > MAX_ACTIVATIONS {
+            let got = format!("{context} with a batch of {}", self.training.batch);
+            return Err(Error::setting(
+                "context",
+                got,
+                "smaller: the activations of a step would not fit in 16 GB",
+            ));
+        }
         corpus.check(self.model.context)
     }
 
@@ -272,6 +291,13 @@ impl TrainingConfig {
         }
         if !(self.balance.is_finite() && self.balance >= 0.0) {
             return Err(Error::setting("balance", self.balance, "finite and not negative"));
+        }
+        if self.sample_bytes > MAX_SAMPLE_BYTES {
+            return Err(Error::setting(
+                "sample_bytes",
+                self.sample_bytes,
+                format!("at most {MAX_SAMPLE_BYTES}"),
+            ));
         }
         if i64::try_from(self.seed).is_err() {
             return Err(Error::setting("seed", self.seed, format!("at most {}", i64::MAX)));

@@ -10,6 +10,7 @@ use rand::Rng;
 use rand::rngs::StdRng;
 
 use crate::Error;
+use crate::files::fnv1a;
 use crate::rng::{Stream, rng};
 
 /// *Pride and Prejudice*, 684,768 bytes of ASCII; see `data/ORIGIN.md`.
@@ -79,9 +80,7 @@ impl Corpus {
 
     /// FNV-1a over all bytes: tells whether a resumed run still has its text.
     pub fn fingerprint(&self) -> u64 {
-        self.bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-        })
+        fnv1a([&self.bytes[..]])
     }
 
     /// Checks that both parts hold at least one window and the byte after it.

@@ -24,6 +24,12 @@ pub(crate) fn write_whole(path: &Path, contents: &[u8]) -> Result<(), Error> {
     })
 }
 
+/// FNV-1a, 64 bits, over parts one after the other.
+pub(crate) fn fnv1a<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
+    let bytes = parts.into_iter().flatten();
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -74,7 +74,17 @@ impl Metrics {
     pub(crate) fn load(path: &Path) -> Result<Self, Error> {
         let file = std::fs::read(path).map_err(Error::io("read", path))?;
         let rows = csv::Reader::from_reader(file.as_slice()).into_deserialize().collect::<Result<_, _>>();
-        rows.map(Self).map_err(|error| Error::foreign(path, error))
+        let metrics = rows.map(Self).map_err(|error| Error::foreign(path, error))?;
+        for precision in metrics.precisions() {
+            for (i, row) in metrics.of(precision).enumerate() {
+                let losses = [f64::from(row.train_loss), row.validation_loss.unwrap_or(1.0)];
+                if row.step != i + 1 || !losses.iter().all(|loss| loss.is_finite() && *loss >= 0.0) {
+                    let reason = format!("its row for {precision}, step {} is none of a run", row.step);
+                    return Err(Error::foreign(path, reason));
+                }
+            }
+        }
+        Ok(metrics)
     }
 }
 
@@ -116,5 +126,18 @@ mod tests {
         let path = folder.path().join("metrics.csv");
         std::fs::write(&path, "a,b\n1,2\n").expect("write");
         assert!(matches!(Metrics::load(&path), Err(Error::Foreign { .. })));
+        let tampered: [fn(&mut MetricsRow); 4] = [
+            |row| row.train_loss = f32::INFINITY,
+            |row| row.validation_loss = Some(f64::NAN),
+            |row| row.train_loss = -1.0,
+            |row| row.step = 7,
+        ];
+        for tamper in tampered {
+            let mut metrics = Metrics::default();
+            (1..=3).for_each(|step| metrics.push(row(Precision::Bf16, step)));
+            tamper(&mut metrics.0[1]);
+            metrics.save(&path).expect("save");
+            assert!(matches!(Metrics::load(&path), Err(Error::Foreign { .. })), "{metrics:?}");
+        }
     }
 }

@@ -145,7 +145,9 @@ fn draw_losses(area: &Area<'_>, curves: &[Curve], unigram: f64) -> Drawn {
 /// How much higher the second run's loss is than the first one's, in percent.
 fn draw_gap(area: &Area<'_>, first: &Curve, second: &Curve) -> Drawn {
     let gap = |a: &[(f64, f64)], b: &[(f64, f64)]| -> Vec<(f64, f64)> {
-        a.iter().zip(b).map(|(a, b)| (b.0, 100.0 * (b.1 / a.1 - 1.0))).collect()
+        let gaps = a.iter().zip(b).map(|(a, b)| (b.0, 100.0 * (b.1 / a.1 - 1.0)));
+        // A loss of exactly zero has no gap.
+        gaps.filter(|point| point.1.is_finite()).collect()
     };
     let training = gap(&first.training, &second.training);
     let validation = gap(&first.validation, &second.validation);

@@ -137,6 +137,7 @@ impl Run {
         if DataConfig::of(&corpus) != config.data {
             return Err(Error::TextChanged { path: config.data.text });
         }
+        config.check(&corpus)?;
         let path = folder.join("metrics.csv");
         // Stopped before the first checkpoint, a run has no metrics yet.
         let metrics = if path.exists() { Metrics::load(&path)? } else { Metrics::default() };

@@ -46,9 +46,9 @@ pub(crate) struct PlanArgs {
     /// Operands of the matrix products.
     #[arg(long, value_enum, default_value = "nvfp4")]
     precision: PrecisionArg,
-    /// Where the amaxes of dc come from.
-    #[arg(long, value_enum, default_value = "exact")]
-    dc_amax: DcAmaxArg,
+    /// Where the amaxes of dc come from [default: exact].
+    #[arg(long, value_enum)]
+    dc_amax: Option<DcAmaxArg>,
     /// Sign mask of the random Hadamard transform along tokens, or `off` [default: 0xD7E8].
     #[arg(long, value_name = "MASK|off")]
     rht: Option<RhtArg>,
@@ -107,6 +107,9 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
 impl PlanArgs {
     /// Sizes far beyond any model, up to which no count of bytes or operations overflows.
     fn check(&self) -> Result<()> {
+        if self.precision == PrecisionArg::Bf16 && (self.rht.is_some() || self.dc_amax.is_some()) {
+            bail!("--rht and --dc-amax have a meaning only with --precision nvfp4");
+        }
         for (option, size) in [("--experts", self.experts), ("--hidden", self.hidden), ("--ffn", self.ffn)] {
             if size > 1 << 16 {
                 bail!("{option}: expected at most {}, got {size}", 1 << 16);
@@ -133,7 +136,7 @@ impl PlanArgs {
             bias: self.bias,
             precision: self.precision.into(),
             recompute_activation: self.recompute == Switch::On,
-            dc_amax: DcAmax::from(self.dc_amax),
+            dc_amax: self.dc_amax.map(DcAmax::from).unwrap_or_default(),
             ..GroupedMlpConfig::new(self.experts, self.hidden, self.ffn)
         };
         if let Some(RhtArg(rht)) = self.rht {

@@ -20,10 +20,9 @@ mod plan;
 mod tests;
 
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use half::{bf16, f16};
 use moe4::checkpoint::{Dtype, TensorFile, TensorWriter};
@@ -151,7 +150,7 @@ pub(crate) fn run(args: QuantizeArgs) -> Result<()> {
     output::refuse_same_file(&args.input, &args.output)?;
     let plan = Plan::new(&input, &settings)?;
     // Before there is a temporary file that an interrupt could leave behind.
-    let interrupted = interrupt_flag()?;
+    let interrupted = output::interrupt_flag()?;
     let mut writer = TensorWriter::create(&args.output, &plan.outputs(&settings), &settings.metadata())?;
 
     let progress = output::byte_progress(plan.input_bytes());
@@ -182,14 +181,6 @@ pub(crate) fn run(args: QuantizeArgs) -> Result<()> {
         text.push_str(&format!("{notice}\n"));
     }
     output::print(&text)
-}
-
-/// Becomes true with Ctrl-C, which would otherwise leave the temporary file behind.
-fn interrupt_flag() -> Result<Arc<AtomicBool>> {
-    let flag = Arc::new(AtomicBool::new(false));
-    let setter = Arc::clone(&flag);
-    ctrlc::set_handler(move || setter.store(true, Ordering::Relaxed)).context("cannot listen for Ctrl-C")?;
-    Ok(flag)
 }
 
 /// A tensor as `f32`, which holds every F16 and BF16 value exactly.

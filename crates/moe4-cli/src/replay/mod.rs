@@ -11,6 +11,7 @@ mod operator;
 mod tensor;
 
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
@@ -118,9 +119,14 @@ pub(crate) fn run(args: ReplayArgs) -> Result<()> {
 }
 
 fn write(path: &PathBuf, tensors: &[&Tensor]) -> Result<()> {
+    // Before there is a temporary file that an interrupt could leave behind.
+    let interrupted = output::interrupt_flag()?;
     let specs: Vec<_> = tensors.iter().map(|tensor| tensor.spec()).collect();
     let mut writer = TensorWriter::create(path, &specs, &[])?;
     for tensor in tensors {
+        if interrupted.load(Ordering::Relaxed) {
+            bail!("interrupted at tensor '{}'; nothing was written", tensor.name);
+        }
         tensor.write(&mut writer)?;
     }
     Ok(writer.finish()?)

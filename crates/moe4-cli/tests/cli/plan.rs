@@ -68,6 +68,7 @@ fn impossible_shapes_are_refused() {
     fails(&["--hidden", "1152921504606846976"], &["--hidden"]);
     let huge = ["--measure", "--tokens", "8000000", "--hidden", "65536", "--ffn", "65536"];
     fails(&huge, &["--measure", "free memory"]);
+    fails(&["--precision", "bf16", "--dc-amax", "bound"], &["--dc-amax", "nvfp4"]);
     fails(&["--activation", "gelu"], &["gelu"]);
     fails(&["--glu-layout", "interleaved32", "--ffn", "48"], &["multiple of 32"]);
 }

@@ -1,6 +1,8 @@
 //! Reading one tensor at a time.
 
+use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 use std::collections::HashMap;
+use std::fmt;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -49,6 +51,32 @@ pub struct TensorFile {
     metadata: HashMap<String, String>,
 }
 
+/// The largest dimension of a tensor without elements: sizes derived from it must not overflow.
+const MAX_EMPTY_DIM: usize = 1 << 24;
+
+/// The keys of a JSON object, repeated ones included, which a map would merge.
+struct Keys(Vec<String>);
+
+impl<'de> Deserialize<'de> for Keys {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visit;
+        impl<'de> Visitor<'de> for Visit {
+            type Value = Keys;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Keys, A::Error> {
+                let mut keys = vec![];
+                while let Some((key, IgnoredAny)) = map.next_entry()? {
+                    keys.push(key);
+                }
+                Ok(Keys(keys))
+            }
+        }
+        deserializer.deserialize_map(Visit)
+    }
+}
+
 impl TensorFile {
     /// Opens a file and reads its header.
     ///
@@ -60,17 +88,30 @@ impl TensorFile {
     pub fn open(path: impl AsRef<Path>) -> Result<Self, CheckpointError> {
         let path = path.as_ref().to_path_buf();
         let not_safetensors = |reason: String| CheckpointError::NotSafetensors { path: path.clone(), reason };
-        let mut file =
-            File::open(&path).map_err(|source| CheckpointError::Open { path: path.clone(), source })?;
-        let read_error = |source| CheckpointError::Read { path: path.clone(), source };
-        let status = file.metadata().map_err(read_error)?;
-        if !status.is_file() {
+        let open_error = |source| CheckpointError::Open { path: path.clone(), source };
+        // Asked before opening: a pipe without a writer would block.
+        if !std::fs::metadata(&path).map_err(open_error)?.is_file() {
             return Err(not_safetensors("it is not a regular file".into()));
         }
-        let length = status.len();
+        let mut file = File::open(&path).map_err(open_error)?;
+        let read_error = |source| CheckpointError::Read { path: path.clone(), source };
+        let length = file.metadata().map_err(read_error)?.len();
         let header = read_header(&mut file, length).map_err(read_error)?.map_err(not_safetensors)?;
-        let metadata: Metadata =
-            serde_json::from_slice(&header).map_err(|error| not_safetensors(one_line(&error.to_string())))?;
+        let parsed = |error: serde_json::Error| not_safetensors(one_line(&error.to_string()));
+        let Keys(keys) = serde_json::from_slice(&header).map_err(parsed)?;
+        let mut seen = std::collections::HashSet::new();
+        if let Some(twice) = keys.iter().find(|key| !seen.insert(*key)) {
+            return Err(not_safetensors(format!("its header names '{twice}' twice")));
+        }
+        let metadata: Metadata = serde_json::from_slice(&header).map_err(parsed)?;
+        for (name, info) in metadata.tensors() {
+            // The size of the file bounds every other tensor.
+            let empty = info.shape.contains(&0);
+            if let Some(dim) = info.shape.iter().find(|&&dim| empty && dim > MAX_EMPTY_DIM) {
+                let reason = format!("tensor '{name}' has no elements, but a dimension of {dim}");
+                return Err(not_safetensors(reason));
+            }
+        }
 
         let data_start = 8 + header.len() as u64;
         let expected = data_start + metadata.data_len() as u64;

@@ -34,6 +34,12 @@ pub enum GroupsError {
         /// Number of splits.
         experts: usize,
     },
+    /// More rows than any memory holds, beyond which offsets would overflow.
+    #[error("rows of the tensor: expected at most 2^48, got {rows}")]
+    TooLarge {
+        /// Rows of the tensor.
+        rows: usize,
+    },
     /// No experts at all.
     #[error("splits: expected one entry for each expert, got none")]
     NoExperts,
@@ -52,6 +58,9 @@ impl Groups {
     pub fn new(splits: &[usize], rows: usize) -> Result<Self, GroupsError> {
         if splits.is_empty() {
             return Err(GroupsError::NoExperts);
+        }
+        if rows > 1 << 48 {
+            return Err(GroupsError::TooLarge { rows });
         }
         let sum = splits.iter().map(|&s| s as u128).sum::<u128>();
         if sum > rows as u128 {
@@ -172,6 +181,7 @@ mod tests {
         assert_eq!(Groups::new(&[3, 4], 6), Err(GroupsError::TooManyRows { rows: 6, sum: 7, experts: 2 }));
         assert!(matches!(Groups::new(&[usize::MAX, 2], 6), Err(GroupsError::TooManyRows { .. })));
         assert_eq!(Groups::new(&[], 6), Err(GroupsError::NoExperts));
+        assert_eq!(Groups::new(&[usize::MAX], usize::MAX), Err(GroupsError::TooLarge { rows: usize::MAX }));
         assert_eq!(Groups::from_i64(&[1, -2], 6), Err(GroupsError::Negative { expert: 1, got: -2 }));
     }
 
