@@ -153,7 +153,7 @@ impl Default for TrainingConfig {
     fn default() -> Self {
         Self {
             precisions: vec![Precision::Bf16, Precision::Nvfp4],
-            steps: 500,
+            steps: 200,
             batch: 8,
             learning_rate: 2e-3,
             warmup: 50,
