@@ -29,6 +29,18 @@ pub(super) fn carve_rows<'a, T: Element>(
     pieces
 }
 
+/// [`carve_rows`] of a tensor that may be absent: then every block has none.
+pub(super) fn carve_optional<'a, T: Element>(
+    data: Option<&'a mut [T]>,
+    cols: usize,
+    blocks: &[RowBlock],
+) -> Vec<Option<&'a mut [T]>> {
+    match data {
+        Some(data) => carve_rows(data, cols, blocks).into_iter().map(Some).collect(),
+        None => blocks.iter().map(|_| None).collect(),
+    }
+}
+
 /// The maximum of each expert over its blocks; 0 for an expert without blocks.
 pub(super) fn reduce_max(
     groups: &Groups,

@@ -7,7 +7,7 @@ use super::gemm::{Problem, Task, run};
 use super::isa::Isa;
 use super::matrix::{Along, Matrix, Values};
 use super::micro::BLOCK_ROWS;
-use super::parallel::{carve, carve_rows, reduce_max};
+use super::parallel::{carve, carve_optional, carve_rows, reduce_max};
 use crate::kernels::activation::with_activation;
 use crate::kernels::contract::*;
 use crate::kernels::memory::Host;
@@ -165,19 +165,11 @@ pub(super) fn grouped_gemm_dact(isa: Isa, pass: GroupedGemmDact<'_, Host>) {
     let n1 = activation.fc1_rows(ffn);
     let shape = Shape { layout, ffn, n1 };
     let blocks = groups.row_blocks(BLOCK_ROWS);
-    let optional = |n: usize| std::iter::repeat_with(|| None).take(n);
-    let mut h: Vec<Option<&mut [bf16]>> = match h {
-        Some(h) => carve_rows(h, ffn, &blocks).into_iter().map(Some).collect(),
-        None => optional(blocks.len()).collect(),
-    };
-    let mut dh: Vec<Option<&mut [f32]>> = match dh {
-        Some(dh) => carve_rows(dh, ffn, &blocks).into_iter().map(Some).collect(),
-        None => std::iter::repeat_with(|| None).take(blocks.len()).collect(),
-    };
+    let (h, dh) = (carve_optional(h, ffn, &blocks), carve_optional(dh, ffn, &blocks));
     let outs = carve_rows(dc, n1, &blocks)
         .into_iter()
         .zip(carve_rows(dprob, 1, &blocks))
-        .zip(h.drain(..).zip(dh.drain(..)))
+        .zip(h.into_iter().zip(dh))
         .zip(&blocks)
         .map(|(((dc, dprob), (h, dh)), rows)| (DactOut { dc, dprob, h, dh }, rows));
     let problems = row_problems(groups, dy, &w2, WeightShape { n: hidden, k: ffn }, Side::Dgrad);
