@@ -54,7 +54,8 @@ pub(super) fn gpu() -> String {
         return "none: GPUs are looked for on Linux only".into();
     }
     if !driver.join("version").exists() {
-        return "none: no NVIDIA driver is loaded (/proc/driver/nvidia/version does not exist)".into();
+        let driver = "no NVIDIA driver is loaded (/proc/driver/nvidia/version does not exist)";
+        return format!("none: {driver}, and this build of moe4 has no CUDA kernels");
     }
     let models = gpu_models(&driver.join("gpus"));
     let listed = if models.is_empty() { "no GPU listed by its driver".into() } else { models.join(", ") };
