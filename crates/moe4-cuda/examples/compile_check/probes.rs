@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use anyhow::{Result, anyhow, ensure};
-use moe4_cuda::compile::{Arch, CompileError, Compiler, Job, Sources};
+use moe4_cuda::compile::{Arch, Cache, CompileError, Compiler, Job, Sources};
 use moe4_cuda::variant::Variant;
 
 use crate::compile_timed;
@@ -56,5 +56,27 @@ pub(crate) fn run(compiler: Compiler) -> Result<Compiler> {
         }
     }
     println!("probes: warnings, spills and errors are found");
+    cached(&compiler)?;
     Ok(compiler.with_sources(Sources::EMBEDDED))
+}
+
+/// Two compilations give the same bytes, and so does the cache, which then compiles no more.
+fn cached(compiler: &Compiler) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let cache = Cache::at(folder.path());
+    let variants = [3, 4].map(|bias| Variant { kernel: "clean", defines: vec![("BIAS", bias)] });
+    for arch in Arch::CHECKED {
+        let first = compiler.load_all(&cache, &variants, arch, |_| ())?;
+        ensure!(first[0] != first[1], "cache: two variants for {arch} have the same cubin");
+        for (variant, cubin) in variants.iter().zip(&first) {
+            let kept = cache.get_or_compile(&compiler.key(variant, arch)?, || {
+                Err(anyhow!("cache: {variant} for {arch} was not kept"))
+            })?;
+            ensure!(*cubin == kept, "cache: {variant} for {arch} was kept with other bytes");
+            let again = compiler.compile(variant, arch)?.cubin;
+            ensure!(*cubin == again, "{variant} for {arch}: two compilations differ");
+        }
+    }
+    println!("probes: compilations repeat to the byte and are kept");
+    Ok(())
 }
