@@ -85,23 +85,26 @@ fn run(arguments: &Arguments) -> Result<()> {
         }
     }
     if !findings.problems.is_empty() {
-        bail!("{} problems with the kernels:\n{}", findings.problems.len(), findings.problems.join("\n"));
+        bail!("problems with the kernels: {}\n{}", findings.problems.len(), findings.problems.join("\n"));
     }
     println!("kernels: no messages, no forbidden spills, resources as recorded");
     Ok(())
 }
 
-fn compare(path: &Path, text: &str) -> Result<Vec<String>> {
+/// What is wrong with the recorded table, as one problem.
+fn compare(path: &Path, text: &str) -> Result<Option<String>> {
     let recorded = fs::read_to_string(path)
         .with_context(|| format!("reading {}; `cargo xtask kernels --bless` makes it", path.display()))?;
-    let mut differences = table::differences(&recorded, text);
-    if !differences.is_empty() {
-        differences.insert(
-            0,
-            format!("{} differs; if it is meant to, run `cargo xtask kernels --bless`:", path.display()),
-        );
+    let differences = table::differences(&recorded, text);
+    if differences.is_empty() {
+        return Ok(None);
     }
-    Ok(differences)
+    Ok(Some(format!(
+        "{} differs (registers / shared / stack / spill stores / spill loads); if it is meant to, run \
+         `cargo xtask kernels --bless`:\n{}",
+        path.display(),
+        differences.join("\n")
+    )))
 }
 
 struct Findings {

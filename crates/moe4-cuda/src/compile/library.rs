@@ -10,6 +10,7 @@
 //! lies beside it, where the loader does not look, so it is loaded beforehand by its path.
 #![forbid(unsafe_code)]
 
+use std::error::Error;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -97,13 +98,13 @@ fn open_with_builtins(path: &Path, folder: &Path) -> Result<Library, String> {
     let builtins = folder.join(format!("libnvrtc-builtins.so.{}", library.version));
     // Absent beside it: NVRTC may still find it by name, and says so itself if it does not.
     if builtins.is_file() {
-        raw::preload(&builtins).map_err(|error| format!("{}: {error}", builtins.display()))?;
+        raw::preload(&builtins).map_err(|error| reason(&error))?;
     }
     Ok(library)
 }
 
 fn open(path: &Path) -> Result<Library, String> {
-    let nvrtc = Nvrtc::open(path).map_err(|error| error.to_string())?;
+    let nvrtc = Nvrtc::open(path).map_err(|error| reason(&error))?;
     let failed = |call: &str, code| format!("{call} failed with code {code} ({})", nvrtc.error_string(code));
     let (major, minor) = nvrtc.version().map_err(|code| failed("nvrtcVersion", code))?;
     let archs = nvrtc.supported_archs().map_err(|code| failed("nvrtcGetSupportedArchs", code))?;
@@ -111,6 +112,11 @@ fn open(path: &Path) -> Result<Library, String> {
     let version = Version { major: unsigned(major), minor: unsigned(minor) };
     log::info!("NVRTC {version} from {}", path.display());
     Ok(Library { nvrtc, path: path.into(), version, archs: archs.into_iter().map(unsigned).collect() })
+}
+
+/// The loader's own words, which are the source of an error that says no more than that it failed. They name the file.
+fn reason(error: &dyn Error) -> String {
+    error.source().map_or_else(|| error.to_string(), ToString::to_string)
 }
 
 #[cfg(test)]
@@ -137,7 +143,7 @@ mod tests {
         let error = find(&[Place::Folder(folder.path().into())]).err().unwrap();
         assert_eq!(error.tried.len(), 1);
         assert_eq!(Path::new(&error.tried[0].place), folder.path().join(NAMES[0]));
-        assert!(!error.tried[0].reason.is_empty());
+        assert!(error.tried[0].reason.contains(NAMES[0]), "{}", error.tried[0].reason);
     }
 
     #[test]
