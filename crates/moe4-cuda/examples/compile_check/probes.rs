@@ -15,7 +15,10 @@ const SOURCES: Sources = Sources {
         ("spills", include_str!("probes/spills.cu")),
         ("broken", include_str!("probes/broken.cu")),
     ],
-    headers: &[("probe.cuh", include_str!("probes/probe.cuh"))],
+    headers: &[
+        ("probe.cuh", include_str!("probes/probe.cuh")),
+        ("inner.cuh", include_str!("probes/inner.cuh")),
+    ],
 };
 
 /// Runs the probes on every checked architecture and gives the compiler back with the embedded sources.
