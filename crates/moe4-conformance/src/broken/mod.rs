@@ -1,5 +1,6 @@
 //! Backends that are wrong on purpose. The suite must catch each, in the checks that are there for it.
 
+mod forms;
 mod products;
 mod quantize;
 mod rows;
@@ -28,6 +29,13 @@ pub enum Fault {
     NonFiniteIgnored,
     SignOfZeroDropped,
     StalePadding,
+    SwizzledTilesDownColumns,
+    SwizzledTileByRows,
+    SwizzledPaddingStale,
+    UnpackedZeroPositive,
+    UnpackedNanAsZero,
+    UnpackedNobodyStale,
+    WeightsUnpackedOfFirstExpert,
     WeightsByRow,
     StreamShared,
     StreamOfLaunch,
@@ -155,6 +163,33 @@ impl Fault {
                 &["golden/q1d_row", "defect 10/E2M1 edges and non-finite blocks", "defect 5/negation"],
             ),
             expect(StalePadding, "padding left as it was", &["defect 7/padding", BYTES]),
+            expect(
+                SwizzledTilesDownColumns,
+                "tiles of scales down the columns first",
+                &["layout/swizzled scales"],
+            ),
+            expect(SwizzledTileByRows, "a tile of scales row by row", &["layout/swizzled scales", BYTES]),
+            expect(
+                SwizzledPaddingStale,
+                "padding of swizzled scales left as it was",
+                &["layout/swizzled scales", BYTES],
+            ),
+            expect(UnpackedZeroPositive, "+0 for code 8 in BF16 values", &["layout/unpacked values", BYTES]),
+            expect(
+                UnpackedNanAsZero,
+                "0 for a damaged block in BF16 values",
+                &["layout/unpacked values", BYTES],
+            ),
+            expect(
+                UnpackedNobodyStale,
+                "BF16 values of nobody's rows left as they were",
+                &["layout/unpacked values", BYTES],
+            ),
+            expect(
+                WeightsUnpackedOfFirstExpert,
+                "BF16 values of expert 0 alone",
+                &["layout/unpacked weights", "invariant 1/bytes of weights"],
+            ),
             expect(
                 WeightsByRow,
                 "blocks of 16 for tiles of 16 x 16",

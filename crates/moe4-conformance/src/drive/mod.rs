@@ -10,7 +10,7 @@ mod rows;
 
 pub use operator::{Step, StepOut};
 pub use products::{Bias, Gemm, GemmAct, GemmActOut, GemmDact, GemmDactExtras, GemmDactOut, Grads, Wgrad};
-pub use quantize::{Cast, Quantize, amax, hadamard_amax, quantize_weights};
+pub use quantize::{Cast, Copy, Quantize, amax, hadamard_amax, quantize_weights, quantize_weights_apart};
 pub use rows::{BiasGrad, permute, unpermute};
 
 use half::bf16;

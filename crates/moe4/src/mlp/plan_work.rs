@@ -4,7 +4,7 @@ use super::config::Precision;
 use super::plan::{Plan, PlannedPass, SavedAs};
 use crate::kernels::PassName;
 use crate::kernels::contract::WeightShape;
-use crate::kernels::work::{self, DactOutputs, Rows, Work};
+use crate::kernels::work::{self, CopyForm, DactOutputs, Rows, Work};
 
 /// One tensor that waits for the backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +39,8 @@ impl Plan {
             PassName::GroupAmax => work::amax(rows, cols, 1),
             PassName::GroupHadamardAmax => work::amax(rows, cols, 2),
             PassName::GroupQuantize { rowwise, columnwise } => {
-                work::quantize(rows, cols, rowwise, columnwise)
+                let plain = |made: bool| made.then(CopyForm::default);
+                work::quantize(rows, cols, plain(rowwise), plain(columnwise))
             }
             PassName::GroupedGemmAct { amax } => {
                 work::gemm_act(rows, dims, operand(hidden) + weight(w1), c.bias, amax.outputs())
@@ -65,7 +66,7 @@ impl Plan {
             PassName::GroupedBiasGrad => work::bias_grad(rows, hidden, self.needs.weights),
             // Not part of a plan: weights are prepared, and tokens sorted, outside of it.
             PassName::QuantizeWeights => {
-                work::quantize_weights(rows.experts, if pass.tensor == "w1" { w1 } else { w2 })
+                work::quantize_weights(rows.experts, if pass.tensor == "w1" { w1 } else { w2 }, false)
             }
             PassName::Permute | PassName::Unpermute => work::gather(rows.rows, rows.rows, hidden, false),
         }

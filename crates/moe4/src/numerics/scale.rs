@@ -12,6 +12,7 @@
 //! dividing `x` instead of multiplying by `e`, changes bytes.
 
 use super::{e2m1, e4m3};
+use half::bf16;
 
 /// `448 · 6`: the largest magnitude that a block can hold under a global scale of 1.
 pub const RANGE: f32 = e4m3::MAX * e2m1::MAX;
@@ -57,6 +58,18 @@ pub fn product_alpha(amax_a: f32, amax_b: f32) -> f32 {
     ((a.decode as f64 * b.decode as f64) as f32).min(f32::MAX)
 }
 
+/// The value of a code under its block scale, without the global scale: `code · f32(scale)`.
+///
+/// Exact: two significant bits times four. A negative code under a scale of zero and code 8 under any scale give -0. A
+/// NaN scale gives the quiet NaN 0x7FC0, whatever the code.
+#[inline(always)]
+pub fn unpacked(code: u8, scale: u8) -> bf16 {
+    if scale & 0x7F == e4m3::NAN {
+        return bf16::from_bits(0x7FC0);
+    }
+    super::bf16::from_f32(e2m1::decode(code) * e4m3::decode(scale))
+}
+
 /// The value of a code: `((f32(scale) · amax) · fl(1/2688)) · code`, in this order.
 #[inline(always)]
 pub fn dequantize(code: u8, scale: u8, amax: f32) -> f32 {
@@ -74,6 +87,16 @@ mod tests {
         assert_eq!(g.block_scale(0.0), 0);
         assert_eq!(g.multiplier(0), f32::MAX);
         assert_eq!(dequantize(0, 0, 0.0), 0.0);
+    }
+
+    #[test]
+    fn unpacked_values_are_exact_and_keep_their_sign() {
+        for (code, scale) in (0..16).flat_map(|code| (0..0x7F).map(move |scale| (code, scale))) {
+            let exact = e2m1::decode(code) * e4m3::decode(scale);
+            assert_eq!(unpacked(code, scale).to_f32().to_bits(), exact.to_bits(), "{code} {scale:#04x}");
+        }
+        assert_eq!([unpacked(8, 0x38), unpacked(15, 0)].map(bf16::to_bits), [0x8000; 2]);
+        assert!((0..16).all(|code| unpacked(code, e4m3::NAN).to_bits() == 0x7FC0));
     }
 
     #[test]

@@ -5,10 +5,11 @@ use super::parallel::{carve, carve_rows};
 use super::tile::{self, Lanes};
 use crate::kernels::contract::{Cast, ColumnwiseCast, GroupQuantize, QuantizeWeights, WeightShape};
 use crate::kernels::memory::Host;
+use crate::numerics::hadamard::SignMask;
 use crate::numerics::rounding::{Rounding, columnwise_position, rowwise_position};
-use crate::numerics::scale::GlobalScale;
+use crate::numerics::scale::{self, GlobalScale};
 use crate::numerics::{BLOCK, e2m1, e4m3};
-use crate::tensor::Groups;
+use crate::tensor::{Groups, ScaleLayout, scale_layout};
 use half::bf16;
 use rayon::prelude::*;
 
@@ -19,16 +20,60 @@ const COLS: usize = 2 * BLOCK;
 
 pub(super) fn group_quantize(isa: Isa, pass: GroupQuantize<'_, Host>) {
     let GroupQuantize { x, cols, groups, rowwise, columnwise } = pass;
-    if let Some(cast) = rowwise {
-        quantize_rowwise(isa, x, cols, groups, cast);
+    if let Some(Cast { amax, rounding, layout, codes, scales, unpacked }) = rowwise {
+        in_layout(layout, groups.rows(), cols / BLOCK, scales, |scales| {
+            quantize_rowwise(isa, x, cols, groups, PlainCast { amax, rounding, codes, scales });
+            unpack(cols, codes, scales, unpacked);
+        });
     }
-    if let Some(cast) = columnwise {
-        quantize_columnwise(isa, x, cols, groups, cast);
+    if let Some(ColumnwiseCast { rht, cast }) = columnwise {
+        let Cast { amax, rounding, layout, codes, scales, unpacked } = cast;
+        let k = groups.padded_rows();
+        in_layout(layout, cols, k / BLOCK, scales, |scales| {
+            quantize_columnwise(isa, x, cols, groups, rht, PlainCast { amax, rounding, codes, scales });
+            unpack(k, codes, scales, unpacked);
+        });
     }
 }
 
-fn quantize_rowwise(isa: Isa, x: &[bf16], cols: usize, groups: &Groups, cast: Cast<'_, Host>) {
-    let Cast { amax, rounding, codes, scales } = cast;
+/// A copy with scales row by row, which every loop here writes.
+struct PlainCast<'a> {
+    amax: &'a [f32],
+    rounding: Rounding,
+    codes: &'a mut [u8],
+    scales: &'a mut [u8],
+}
+
+/// Lets `make` write plain `[rows, cols]` scales and moves them to their places. Nothing on a CPU reads the swizzled
+/// form, so it takes a second buffer rather than a place in the loops.
+fn in_layout(layout: ScaleLayout, rows: usize, cols: usize, scales: &mut [u8], make: impl FnOnce(&mut [u8])) {
+    match layout {
+        ScaleLayout::Plain => make(scales),
+        ScaleLayout::Swizzled128x4 => {
+            let mut plain = vec![0; rows * cols];
+            make(&mut plain);
+            scale_layout::swizzle(&plain, rows, cols, scales);
+        }
+    }
+}
+
+/// `[rows, k]` BF16 values of plain codes and scales: a function of these alone, also where they are zero.
+fn unpack(k: usize, codes: &[u8], scales: &[u8], out: Option<&mut [bf16]>) {
+    let Some(out) = out.filter(|out| !out.is_empty()) else { return };
+    let rows = codes.par_chunks(k / 2).zip(scales.par_chunks(k / BLOCK));
+    out.par_chunks_mut(k).zip(rows).for_each(|(out, (codes, scales))| {
+        let blocks = codes.chunks_exact(BLOCK / 2).zip(scales);
+        for (out, (codes, &scale)) in out.chunks_exact_mut(BLOCK).zip(blocks) {
+            for (pair, &byte) in out.chunks_exact_mut(2).zip(codes) {
+                let (even, odd) = e2m1::unpack(byte);
+                pair.copy_from_slice(&[even, odd].map(|code| scale::unpacked(code, scale)));
+            }
+        }
+    });
+}
+
+fn quantize_rowwise(isa: Isa, x: &[bf16], cols: usize, groups: &Groups, cast: PlainCast<'_>) {
+    let PlainCast { amax, rounding, codes, scales } = cast;
     let blocks = groups.row_blocks(ROWS);
     let codes = carve_rows(codes, cols / 2, &blocks);
     let scales = carve_rows(scales, cols / BLOCK, &blocks);
@@ -70,15 +115,16 @@ fn quantize_columnwise(
     x: &[bf16],
     cols: usize,
     groups: &Groups,
-    columnwise: ColumnwiseCast<'_, Host>,
+    rht: Option<SignMask>,
+    cast: PlainCast<'_>,
 ) {
     let k = groups.padded_rows();
     if k == 0 {
         return;
     }
-    let codes = columnwise.cast.codes.par_chunks_mut(COLS * (k / 2));
-    let scales = columnwise.cast.scales.par_chunks_mut(COLS * (k / BLOCK));
-    let (amax, rounding, rht) = (columnwise.cast.amax, columnwise.cast.rounding, columnwise.rht);
+    let PlainCast { amax, rounding, codes, scales } = cast;
+    let codes = codes.par_chunks_mut(COLS * (k / 2));
+    let scales = scales.par_chunks_mut(COLS * (k / BLOCK));
     codes.zip(scales).enumerate().for_each(|(chunk, (codes, scales))| {
         for (e, &amax) in amax.iter().enumerate() {
             let (rows, padded) = (groups.range(e), groups.padded_range(e));
@@ -99,7 +145,7 @@ struct Columns {
     cols: usize,
     /// First column of the task.
     first: usize,
-    rht: Option<crate::numerics::hadamard::SignMask>,
+    rht: Option<SignMask>,
     global: GlobalScale,
     rounding: Rounding,
     /// Position of the band among the expert's bands of 16 tokens.
@@ -133,20 +179,21 @@ multiversion! {
 }
 
 pub(super) fn quantize_weights(isa: Isa, pass: QuantizeWeights<'_, Host>) {
-    let QuantizeWeights { w, shape: WeightShape { n, k }, codes, scales, amax } = pass;
+    let QuantizeWeights { w, shape: WeightShape { n, k }, codes, scales, unpacked, amax } = pass;
     amax.par_iter_mut().zip(&w).for_each(|(amax, w)| {
         *amax =
             w.par_chunks(1 << 14).map(|chunk| super::amax::block_amax(isa, chunk)).reduce(|| 0.0, f32::max);
     });
     // One task is a band of 16 rows of one expert.
     let bands = w.len() * (n / BLOCK);
-    let (codes, _) = carve(codes, std::iter::repeat_n(BLOCK * (k / 2), bands));
-    let (scales, _) = carve(scales, std::iter::repeat_n(BLOCK * (k / BLOCK), bands));
-    codes.into_par_iter().zip(scales).enumerate().for_each(|(i, (codes, scales))| {
+    let (code_bands, _) = carve(&mut *codes, std::iter::repeat_n(BLOCK * (k / 2), bands));
+    let (scale_bands, _) = carve(&mut *scales, std::iter::repeat_n(BLOCK * (k / BLOCK), bands));
+    code_bands.into_par_iter().zip(scale_bands).enumerate().for_each(|(i, (codes, scales))| {
         let (e, band) = (i / (n / BLOCK), i % (n / BLOCK));
         let rows = &w[e][band * BLOCK * k..(band + 1) * BLOCK * k];
         quantize_square_tiles(isa, rows, k, GlobalScale::from_amax(amax[e]), codes, scales);
     });
+    unpack(k, codes, scales, unpacked);
 }
 
 multiversion! {
