@@ -113,3 +113,32 @@ fn unpacked_weights_have_the_shape_of_the_weights() {
     assert_eq!(run(2 * 16 * 32), None);
     assert_eq!(named(run(16 * 32)), ("unpacked", 1024, 512));
 }
+
+#[test]
+fn a_dequantized_copy_has_the_shape_of_its_direction() {
+    let groups = Groups::new(&[17, 0], ROWS).unwrap();
+    let run = |direction, layout, codes: usize, scales: usize, experts: usize, out: usize, cols: usize| {
+        let (codes, scales, amax) = (vec![0; codes], vec![0; scales], vec![1.0; experts]);
+        let mut out = vec![0.0; out];
+        misuse(Reference.dequantize(Dequantize {
+            codes: &codes[..],
+            scales: &scales,
+            amax: &amax,
+            cols,
+            groups: &groups,
+            direction,
+            layout,
+            out: &mut out,
+        }))
+    };
+    use Direction::{Columnwise, Rowwise};
+    use ScaleLayout::{Plain, Swizzled128x4};
+    assert_eq!(run(Rowwise, Plain, 480, 60, 2, 960, COLS), None);
+    assert_eq!(run(Columnwise, Swizzled128x4, 768, 512, 2, 1536, COLS), None);
+    assert_eq!(named(run(Columnwise, Plain, 480, 60, 2, 960, COLS)), ("codes", 768, 480));
+    assert_eq!(named(run(Rowwise, Swizzled128x4, 480, 60, 2, 960, COLS)).1, 512);
+    assert_eq!(named(run(Rowwise, Plain, 480, 60, 1, 960, COLS)), ("amax", 2, 1));
+    assert_eq!(named(run(Rowwise, Plain, 480, 60, 2, 961, COLS)), ("out", 960, 961));
+    assert!(matches!(run(Rowwise, Plain, 0, 0, 2, 0, 24), Some(Misuse::Multiple { got: 24, .. })));
+    assert!(matches!(run(Rowwise, Plain, 0, 0, 2, 0, 0), Some(Misuse::Multiple { got: 0, .. })));
+}

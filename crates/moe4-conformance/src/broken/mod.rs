@@ -1,5 +1,6 @@
 //! Backends that are wrong on purpose. The suite must catch each, in the checks that are there for it.
 
+mod dequantize;
 mod forms;
 mod products;
 mod quantize;
@@ -36,6 +37,10 @@ pub enum Fault {
     UnpackedNanAsZero,
     UnpackedNobodyStale,
     WeightsUnpackedOfFirstExpert,
+    DequantizedInAnotherOrder,
+    DequantizedByPlainScales,
+    DequantizedWithoutPadding,
+    DequantizedNobody,
     WeightsByRow,
     StreamShared,
     StreamOfLaunch,
@@ -189,6 +194,22 @@ impl Fault {
                 WeightsUnpackedOfFirstExpert,
                 "BF16 values of expert 0 alone",
                 &["layout/unpacked weights", "invariant 1/bytes of weights"],
+            ),
+            expect(
+                DequantizedInAnotherOrder,
+                "(code · scale) · (amax/2688) for ((scale · amax) · 1/2688) · code",
+                &["dequantize/values", "dequantize/overflow and NaN"],
+            ),
+            expect(DequantizedByPlainScales, "swizzled scales read as plain ones", &["dequantize/values"]),
+            expect(
+                DequantizedWithoutPadding,
+                "token positions counted without the padding of experts before",
+                &["dequantize/values"],
+            ),
+            expect(
+                DequantizedNobody,
+                "rows of nobody dequantized with the last expert's amax",
+                &["dequantize/values", "dequantize/rows of nobody"],
             ),
             expect(
                 WeightsByRow,
@@ -366,6 +387,9 @@ impl<B: Backend<Memory = Host>> Alter<B> for Broken {
     }
     fn quantize_weights(&self, inner: &B, pass: QuantizeWeights<'_, Host>) -> Result<(), Error> {
         quantize::quantize_weights(self.fault, inner, pass)
+    }
+    fn dequantize(&self, inner: &B, pass: Dequantize<'_, Host>) -> Result<(), Error> {
+        dequantize::dequantize(self.fault, inner, pass)
     }
     fn grouped_gemm(&self, inner: &B, pass: GroupedGemm<'_, Host>) -> Result<(), Error> {
         products::gemm(self.fault, &self.calls, inner, pass)

@@ -4,6 +4,7 @@ mod defects_activation;
 mod defects_products;
 mod defects_quantize;
 mod defects_rounding;
+mod dequantize;
 mod forms;
 mod golden_mlp;
 mod golden_mlp_end_to_end;
@@ -74,6 +75,10 @@ pub fn all<B: Backend>() -> Vec<Check<B>> {
         check("layout/swizzled scales", forms::swizzled),
         check("layout/unpacked values", forms::unpacked),
         check("layout/unpacked weights", forms::unpacked_weights),
+        check("dequantize/values", dequantize::values),
+        check("dequantize/rows of nobody", dequantize::rows_of_nobody),
+        check("dequantize/overflow and NaN", dequantize::overflow),
+        check("dequantize/weights", dequantize::weights),
         check("invariant 2/recompute on equals off", invariants::recompute),
         check("invariant 2/partial needs and separate amaxes", invariants::needs_and_separate_pass),
         check("invariant 3/epilogue amaxes equal their pass", invariants::epilogue_amaxes),

@@ -97,6 +97,47 @@ pub struct QuantizeWeights<'a, M: Memory> {
     pub amax: ViewMut<'a, M, f32>,
 }
 
+/// The values of a quantized copy of `[T, cols]`: [`dequantize`](crate::numerics::scale::dequantize) of each element.
+///
+/// Weights `[E, n, k]` are a rowwise copy of `E · n` rows with splits of `n`.
+pub struct Dequantize<'a, M: Memory> {
+    /// Packed E2M1: `[T, cols/2]` rowwise, `[cols, Tp/2]` columnwise.
+    pub codes: View<'a, M, u8>,
+    /// E4M3: `[T, cols/16]` rowwise, `[cols, Tp/16]` columnwise, in `layout`.
+    pub scales: View<'a, M, u8>,
+    /// `[E]`: the amax that the copy was made with.
+    pub amax: View<'a, M, f32>,
+    /// Columns of the tensor; `cols` a multiple of 16.
+    pub cols: usize,
+    /// Rows of each expert.
+    pub groups: &'a M::Groups,
+    /// Which copy this is.
+    pub direction: Direction,
+    /// How `scales` lie in memory.
+    pub layout: ScaleLayout,
+    /// Out: `[T, cols]` rowwise, `[cols, Tp]` columnwise. Rows and token positions of nobody are 0, whatever their codes.
+    pub out: ViewMut<'a, M, f32>,
+}
+
+/// Along which dimension of a `[T, cols]` tensor the blocks of a quantized copy run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// Along columns; row `r` belongs to the expert that owns row `r`.
+    Rowwise,
+    /// Along tokens; position `p` belongs to the expert whose padded range holds it.
+    Columnwise,
+}
+
+impl Direction {
+    /// `[rows, k]` of the copy of a tensor with `cols` columns.
+    pub fn shape(self, groups: &impl Extent, cols: usize) -> [usize; 2] {
+        match self {
+            Direction::Rowwise => [groups.rows(), cols],
+            Direction::Columnwise => [cols, groups.padded_rows()],
+        }
+    }
+}
+
 /// The stored shape of one expert's weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WeightShape {
@@ -528,6 +569,19 @@ impl<M: Memory> QuantizeWeights<'_, M> {
         expect_len(kernel, "scales", &[experts, n, k / BLOCK], M::len_mut(&self.scales))?;
         check_unpacked::<M>(kernel, &[experts, n, k], &self.unpacked)?;
         expect_len(kernel, "amax", &[experts], M::len_mut(&self.amax))
+    }
+}
+
+impl<M: Memory> Dequantize<'_, M> {
+    /// Lengths against shapes.
+    pub fn check(&self) -> Checked {
+        let kernel = "dequantize";
+        multiple_of_block("columns of a quantized tensor", self.cols)?;
+        let [rows, k] = self.direction.shape(self.groups, self.cols);
+        expect_len(kernel, "codes", &[rows, k / 2], M::len(&self.codes))?;
+        check_scales(kernel, self.layout, rows, k, M::len(&self.scales))?;
+        expect_len(kernel, "amax", &[self.groups.experts()], M::len(&self.amax))?;
+        expect_len(kernel, "out", &[rows, k], M::len_mut(&self.out))
     }
 }
 

@@ -71,6 +71,14 @@ impl<M: Memory> QuantizeWeights<'_, M> {
     }
 }
 
+impl<M: Memory> Dequantize<'_, M> {
+    /// Bytes and operations.
+    pub fn work(&self) -> Work {
+        let [rows, k] = self.direction.shape(self.groups, self.cols);
+        work::dequantize(rows, k, self.layout, self.groups.experts())
+    }
+}
+
 impl<M: Memory> GroupedGemm<'_, M> {
     /// Bytes and operations.
     pub fn work(&self) -> Work {

@@ -103,6 +103,12 @@ pub fn quantize_weights(experts: usize, WeightShape { n, k }: WeightShape, unpac
     work(experts * n * k * BF16, experts * (packed_bytes(n, k) + values + F32))
 }
 
+/// `dequantize` of a copy `[rows, k]`.
+pub fn dequantize(rows: usize, k: usize, layout: ScaleLayout, experts: usize) -> Work {
+    let form = CopyForm { layout, unpacked: false };
+    work(form.bytes(rows, k) + experts * F32, rows * k * F32)
+}
+
 /// Bytes of an operand `[rows, k]` with its amaxes if it is packed.
 pub fn operand_bytes(packed: bool, rows: usize, k: usize, experts: usize) -> usize {
     if packed { packed_bytes(rows, k) + experts * F32 } else { rows * k * BF16 }

@@ -5,6 +5,7 @@ use super::plan::{Plan, PlannedPass, SavedAs};
 use crate::kernels::PassName;
 use crate::kernels::contract::WeightShape;
 use crate::kernels::work::{self, CopyForm, DactOutputs, Rows, Work};
+use crate::tensor::ScaleLayout;
 
 /// One tensor that waits for the backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,10 +65,11 @@ impl Plan {
                 work::wgrad(rows, w2, column(hidden) + column(ffn), size_of::<f32>(), false)
             }
             PassName::GroupedBiasGrad => work::bias_grad(rows, hidden, self.needs.weights),
-            // Not part of a plan: weights are prepared, and tokens sorted, outside of it.
+            // Not part of a plan: weights are prepared, copies looked at, and tokens sorted, outside of it.
             PassName::QuantizeWeights => {
                 work::quantize_weights(rows.experts, if pass.tensor == "w1" { w1 } else { w2 }, false)
             }
+            PassName::Dequantize => work::dequantize(rows.rows, cols, ScaleLayout::Plain, rows.experts),
             PassName::Permute | PassName::Unpermute => work::gather(rows.rows, rows.rows, hidden, false),
         }
     }

@@ -71,9 +71,13 @@ pub fn unpacked(code: u8, scale: u8) -> bf16 {
 }
 
 /// The value of a code: `((f32(scale) · amax) · fl(1/2688)) · code`, in this order.
+///
+/// Where `scale · amax` exceeds `FLT_MAX` the value is infinite, and that of a code of zero is NaN. Every NaN is the quiet
+/// 0x7FC0_0000, so that its bits do not depend on the hardware.
 #[inline(always)]
 pub fn dequantize(code: u8, scale: u8, amax: f32) -> f32 {
-    ((e4m3::decode(scale) * amax) * (1.0 / RANGE)) * e2m1::decode(code)
+    let value = ((e4m3::decode(scale) * amax) * (1.0 / RANGE)) * e2m1::decode(code);
+    if value.is_nan() { f32::from_bits(0x7FC0_0000) } else { value }
 }
 
 #[cfg(test)]
@@ -110,6 +114,15 @@ mod tests {
             assert_ne!(g.block_scale(amax) & 0x7F, e4m3::NAN);
             assert!(g.multiplier(g.block_scale(amax)).is_finite());
         }
+    }
+
+    #[test]
+    fn every_nan_is_the_same() {
+        let nan = |code, scale, amax| dequantize(code, scale, amax).to_bits() == 0x7FC0_0000;
+        assert!((0..16).all(|code| nan(code, e4m3::NAN, 1.0)));
+        // 448 · 3e38 is infinite, and no zero times infinity.
+        assert!(nan(0, 0x7E, 3e38) && nan(8, 0x7E, 3e38));
+        assert_eq!(dequantize(9, 0x7E, 3e38), f32::NEG_INFINITY);
     }
 
     #[test]

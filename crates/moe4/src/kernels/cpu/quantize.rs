@@ -3,7 +3,9 @@
 use super::isa::{Isa, multiversion};
 use super::parallel::{carve, carve_rows};
 use super::tile::{self, Lanes};
-use crate::kernels::contract::{Cast, ColumnwiseCast, GroupQuantize, QuantizeWeights, WeightShape};
+use crate::kernels::contract::{
+    Cast, ColumnwiseCast, Dequantize, Direction, GroupQuantize, QuantizeWeights, WeightShape,
+};
 use crate::kernels::memory::Host;
 use crate::numerics::hadamard::SignMask;
 use crate::numerics::rounding::{Rounding, columnwise_position, rowwise_position};
@@ -12,6 +14,7 @@ use crate::numerics::{BLOCK, e2m1, e4m3};
 use crate::tensor::{Groups, ScaleLayout, scale_layout};
 use half::bf16;
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Rows of one rowwise task.
 const ROWS: usize = 2 * BLOCK;
@@ -225,4 +228,40 @@ fn encode_row(lanes: &Lanes, multiplier: f32, finite: bool) -> [u8; BLOCK / 2] {
         *code = if finite { e2m1::encode(v * multiplier) } else { 0 };
     }
     std::array::from_fn(|b| e2m1::pack(codes[2 * b], codes[2 * b + 1]))
+}
+
+pub(super) fn dequantize(pass: Dequantize<'_, Host>) {
+    let Dequantize { codes, scales, amax, cols, groups, direction, layout, out } = pass;
+    let [_, k] = direction.shape(groups, cols);
+    if out.is_empty() {
+        return;
+    }
+    // Elements `range` of row `row`, which start and end with a block.
+    let run = |row: usize, range: Range<usize>, amax: f32, out: &mut [f32]| {
+        let codes = &codes[(row * k + range.start) / 2..(row * k + range.end) / 2];
+        for (i, (out, codes)) in out.chunks_exact_mut(BLOCK).zip(codes.chunks_exact(BLOCK / 2)).enumerate() {
+            let block_scale = scales[layout.offset(row, range.start / BLOCK + i, k / BLOCK)];
+            for (pair, &byte) in out.chunks_exact_mut(2).zip(codes) {
+                let (even, odd) = e2m1::unpack(byte);
+                pair.copy_from_slice(&[even, odd].map(|code| scale::dequantize(code, block_scale, amax)));
+            }
+        }
+    };
+    match direction {
+        Direction::Rowwise => {
+            let blocks = groups.row_blocks(ROWS);
+            let pieces = carve_rows(out, k, &blocks);
+            blocks.par_iter().zip(pieces).for_each(|(block, out)| {
+                for (row, out) in block.rows.clone().zip(out.chunks_exact_mut(k)) {
+                    run(row, 0..k, amax[block.expert], out);
+                }
+            });
+        }
+        Direction::Columnwise => out.par_chunks_mut(k).enumerate().for_each(|(row, out)| {
+            for (e, &amax) in amax.iter().enumerate() {
+                let range = groups.padded_range(e);
+                run(row, range.clone(), amax, &mut out[range]);
+            }
+        }),
+    }
 }

@@ -1,10 +1,10 @@
 //! Amax and quantization, block by block.
 
-use crate::kernels::contract::{Cast, GroupQuantize, QuantizeWeights, WeightShape};
+use crate::kernels::contract::{Cast, Dequantize, Direction, GroupQuantize, QuantizeWeights, WeightShape};
 use crate::kernels::memory::Host;
 use crate::numerics::hadamard::{SignMask, rht};
 use crate::numerics::rounding::{Rounding, columnwise_position, rowwise_position};
-use crate::numerics::scale::{GlobalScale, unpacked};
+use crate::numerics::scale::{self, GlobalScale, unpacked};
 use crate::numerics::{BLOCK, bf16 as bf, e2m1, e4m3};
 use crate::tensor::{Groups, ScaleLayout};
 use half::bf16;
@@ -155,6 +155,26 @@ pub(super) fn quantize_weights(pass: QuantizeWeights<'_, Host>) {
                     let q = row_of_tile(i).map(|v| if finite { e2m1::encode(v * multiplier) } else { 0 });
                     out.store(e * n + tile_row * BLOCK + i, block, (q, scale));
                 }
+            }
+        }
+    }
+}
+
+pub(super) fn dequantize(pass: Dequantize<'_, Host>) {
+    let Dequantize { codes, scales, amax, cols, groups, direction, layout, out } = pass;
+    let [rows, k] = direction.shape(groups, cols);
+    out.fill(0.0);
+    for (e, &amax) in amax.iter().enumerate() {
+        let (owned_rows, owned_k) = match direction {
+            Direction::Rowwise => (groups.range(e), 0..k),
+            Direction::Columnwise => (0..rows, groups.padded_range(e)),
+        };
+        for row in owned_rows {
+            for i in owned_k.clone() {
+                let (even, odd) = e2m1::unpack(codes[row * (k / 2) + i / 2]);
+                let code = if i % 2 == 0 { even } else { odd };
+                let block_scale = scales[layout.offset(row, i / BLOCK, k / BLOCK)];
+                out[row * k + i] = scale::dequantize(code, block_scale, amax);
             }
         }
     }
