@@ -25,6 +25,9 @@ pub trait Alter<B: Backend>: Send + Sync {
     fn quantize_weights(&self, inner: &B, pass: QuantizeWeights<'_, B::Memory>) -> Result<(), Error> {
         inner.quantize_weights(pass)
     }
+    fn dequantize(&self, inner: &B, pass: Dequantize<'_, B::Memory>) -> Result<(), Error> {
+        inner.dequantize(pass)
+    }
     fn grouped_gemm(&self, inner: &B, pass: GroupedGemm<'_, B::Memory>) -> Result<(), Error> {
         inner.grouped_gemm(pass)
     }
@@ -89,6 +92,9 @@ impl<B: Backend, A: Alter<B>> Backend for Altered<'_, B, A> {
     }
     fn quantize_weights(&self, pass: QuantizeWeights<'_, B::Memory>) -> Result<(), Error> {
         self.alteration.quantize_weights(self.inner, pass)
+    }
+    fn dequantize(&self, pass: Dequantize<'_, B::Memory>) -> Result<(), Error> {
+        self.alteration.dequantize(self.inner, pass)
     }
     fn grouped_gemm(&self, pass: GroupedGemm<'_, B::Memory>) -> Result<(), Error> {
         self.alteration.grouped_gemm(self.inner, pass)

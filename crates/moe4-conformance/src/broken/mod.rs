@@ -1,5 +1,7 @@
 //! Backends that are wrong on purpose. The suite must catch each, in the checks that are there for it.
 
+mod dequantize;
+mod forms;
 mod products;
 mod quantize;
 mod rows;
@@ -28,6 +30,17 @@ pub enum Fault {
     NonFiniteIgnored,
     SignOfZeroDropped,
     StalePadding,
+    SwizzledTilesDownColumns,
+    SwizzledTileByRows,
+    SwizzledPaddingStale,
+    UnpackedZeroPositive,
+    UnpackedNanAsZero,
+    UnpackedNobodyStale,
+    WeightsUnpackedOfFirstExpert,
+    DequantizedInAnotherOrder,
+    DequantizedByPlainScales,
+    DequantizedWithoutPadding,
+    DequantizedNobody,
     WeightsByRow,
     StreamShared,
     StreamOfLaunch,
@@ -155,6 +168,49 @@ impl Fault {
                 &["golden/q1d_row", "defect 10/E2M1 edges and non-finite blocks", "defect 5/negation"],
             ),
             expect(StalePadding, "padding left as it was", &["defect 7/padding", BYTES]),
+            expect(
+                SwizzledTilesDownColumns,
+                "tiles of scales down the columns first",
+                &["layout/swizzled scales"],
+            ),
+            expect(SwizzledTileByRows, "a tile of scales row by row", &["layout/swizzled scales", BYTES]),
+            expect(
+                SwizzledPaddingStale,
+                "padding of swizzled scales left as it was",
+                &["layout/swizzled scales", BYTES],
+            ),
+            expect(UnpackedZeroPositive, "+0 for code 8 in BF16 values", &["layout/unpacked values", BYTES]),
+            expect(
+                UnpackedNanAsZero,
+                "0 for a damaged block in BF16 values",
+                &["layout/unpacked values", BYTES],
+            ),
+            expect(
+                UnpackedNobodyStale,
+                "BF16 values of nobody's rows left as they were",
+                &["layout/unpacked values", BYTES],
+            ),
+            expect(
+                WeightsUnpackedOfFirstExpert,
+                "BF16 values of expert 0 alone",
+                &["layout/unpacked weights", "invariant 1/bytes of weights"],
+            ),
+            expect(
+                DequantizedInAnotherOrder,
+                "(code · scale) · (amax/2688) for ((scale · amax) · 1/2688) · code",
+                &["dequantize/values", "dequantize/overflow and NaN"],
+            ),
+            expect(DequantizedByPlainScales, "swizzled scales read as plain ones", &["dequantize/values"]),
+            expect(
+                DequantizedWithoutPadding,
+                "token positions counted without the padding of experts before",
+                &["dequantize/values"],
+            ),
+            expect(
+                DequantizedNobody,
+                "rows of nobody dequantized with the last expert's amax",
+                &["dequantize/values", "dequantize/rows of nobody"],
+            ),
             expect(
                 WeightsByRow,
                 "blocks of 16 for tiles of 16 x 16",
@@ -331,6 +387,9 @@ impl<B: Backend<Memory = Host>> Alter<B> for Broken {
     }
     fn quantize_weights(&self, inner: &B, pass: QuantizeWeights<'_, Host>) -> Result<(), Error> {
         quantize::quantize_weights(self.fault, inner, pass)
+    }
+    fn dequantize(&self, inner: &B, pass: Dequantize<'_, Host>) -> Result<(), Error> {
+        dequantize::dequantize(self.fault, inner, pass)
     }
     fn grouped_gemm(&self, inner: &B, pass: GroupedGemm<'_, Host>) -> Result<(), Error> {
         products::gemm(self.fault, &self.calls, inner, pass)

@@ -4,6 +4,8 @@ mod defects_activation;
 mod defects_products;
 mod defects_quantize;
 mod defects_rounding;
+mod dequantize;
+mod forms;
 mod golden_mlp;
 mod golden_mlp_end_to_end;
 mod golden_mlp_stages;
@@ -70,6 +72,13 @@ pub fn all<B: Backend>() -> Vec<Check<B>> {
         check("invariant 1/bytes of amax and quantize passes", properties::quantize),
         check("invariant 1/bytes of weights", properties::weights),
         check("invariant 1/bytes of every BF16 value", properties::every_value),
+        check("layout/swizzled scales", forms::swizzled),
+        check("layout/unpacked values", forms::unpacked),
+        check("layout/unpacked weights", forms::unpacked_weights),
+        check("dequantize/values", dequantize::values),
+        check("dequantize/rows of nobody", dequantize::rows_of_nobody),
+        check("dequantize/overflow and NaN", dequantize::overflow),
+        check("dequantize/weights", dequantize::weights),
         check("invariant 2/recompute on equals off", invariants::recompute),
         check("invariant 2/partial needs and separate amaxes", invariants::needs_and_separate_pass),
         check("invariant 3/epilogue amaxes equal their pass", invariants::epilogue_amaxes),

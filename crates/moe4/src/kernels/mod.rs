@@ -67,6 +67,8 @@ pub trait Backend: Send + Sync {
     fn group_quantize(&self, pass: GroupQuantize<'_, Self::Memory>) -> Result<(), Error>;
     /// 16x16 tiles, amax included.
     fn quantize_weights(&self, pass: QuantizeWeights<'_, Self::Memory>) -> Result<(), Error>;
+    /// A quantized copy back to `f32`.
+    fn dequantize(&self, pass: Dequantize<'_, Self::Memory>) -> Result<(), Error>;
     /// Rows times their expert's weight, optional bias.
     fn grouped_gemm(&self, pass: GroupedGemm<'_, Self::Memory>) -> Result<(), Error>;
     /// FC1, activation and probability; `h`'s amaxes.

@@ -7,6 +7,7 @@
 
 use super::contract::WeightShape;
 use crate::numerics::BLOCK;
+use crate::tensor::ScaleLayout;
 use std::iter::Sum;
 use std::ops::Add;
 
@@ -73,17 +74,39 @@ pub fn amax(r: Rows, cols: usize, outputs: usize) -> Work {
     work(r.rows * cols * BF16, outputs * r.experts * F32)
 }
 
+/// The form in which `group_quantize` writes a copy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CopyForm {
+    /// Of the block scales.
+    pub layout: ScaleLayout,
+    /// BF16 values as well.
+    pub unpacked: bool,
+}
+
+impl CopyForm {
+    fn bytes(self, rows: usize, k: usize) -> usize {
+        rows * (k / 2) + self.layout.bytes(rows, k / BLOCK) + self.unpacked as usize * rows * k * BF16
+    }
+}
+
 /// `group_quantize` in the given directions, one read for both.
-pub fn quantize(r: Rows, cols: usize, rowwise: bool, columnwise: bool) -> Work {
-    let copies = rowwise as usize + columnwise as usize;
-    let row = if rowwise { packed_bytes(r.rows, cols) } else { 0 };
-    let column = if columnwise { packed_bytes(cols, r.padded) } else { 0 };
+pub fn quantize(r: Rows, cols: usize, rowwise: Option<CopyForm>, columnwise: Option<CopyForm>) -> Work {
+    let copies = rowwise.is_some() as usize + columnwise.is_some() as usize;
+    let row = rowwise.map_or(0, |form| form.bytes(r.rows, cols));
+    let column = columnwise.map_or(0, |form| form.bytes(cols, r.padded));
     work(r.rows * cols * BF16 + copies * r.experts * F32, row + column)
 }
 
-/// `quantize_weights`.
-pub fn quantize_weights(experts: usize, WeightShape { n, k }: WeightShape) -> Work {
-    work(experts * n * k * BF16, experts * (packed_bytes(n, k) + F32))
+/// `quantize_weights`, with BF16 values as well if `unpacked`.
+pub fn quantize_weights(experts: usize, WeightShape { n, k }: WeightShape, unpacked: bool) -> Work {
+    let values = if unpacked { n * k * BF16 } else { 0 };
+    work(experts * n * k * BF16, experts * (packed_bytes(n, k) + values + F32))
+}
+
+/// `dequantize` of a copy `[rows, k]`.
+pub fn dequantize(rows: usize, k: usize, layout: ScaleLayout, experts: usize) -> Work {
+    let form = CopyForm { layout, unpacked: false };
+    work(form.bytes(rows, k) + experts * F32, rows * k * F32)
 }
 
 /// Bytes of an operand `[rows, k]` with its amaxes if it is packed.

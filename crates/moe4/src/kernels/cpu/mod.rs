@@ -110,6 +110,11 @@ impl Backend for Cpu {
         quantize::quantize_weights(self.isa, pass);
         Ok(())
     }
+    fn dequantize(&self, pass: Dequantize<'_, Host>) -> Result<(), Error> {
+        pass.check()?;
+        quantize::dequantize(pass);
+        Ok(())
+    }
     fn grouped_gemm(&self, pass: GroupedGemm<'_, Host>) -> Result<(), Error> {
         pass.check()?;
         products::grouped_gemm(self.isa, pass);

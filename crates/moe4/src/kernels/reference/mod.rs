@@ -70,6 +70,11 @@ impl Backend for Reference {
         quantize::quantize_weights(pass);
         Ok(())
     }
+    fn dequantize(&self, pass: Dequantize<'_, Host>) -> Result<(), Error> {
+        pass.check()?;
+        quantize::dequantize(pass);
+        Ok(())
+    }
     fn grouped_gemm(&self, pass: GroupedGemm<'_, Host>) -> Result<(), Error> {
         pass.check()?;
         products::grouped_gemm(pass);
