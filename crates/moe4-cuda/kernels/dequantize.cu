@@ -22,12 +22,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 dequantize(const uint2* __restrict__ codes, const u8* __restrict__ scales, const float* __restrict__ amax, u32 cols, u64 k,
            const Groups groups, float* __restrict__ out) {
     Tile tile;
-    if (!find_tile(groups, blockIdx.y, tile)) return;
+    if (!find_tile(groups, blockIdx.x, tile)) return;
     const u64 blocks = COLUMNWISE ? k / BLOCK : cols / BLOCK;
     const u32 per_line = COLUMNWISE ? tile.positions / BLOCK : cols / BLOCK, lines = COLUMNWISE ? cols : tile.rows;
     const float of_tensor = tile.expert < groups.experts ? amax[tile.expert] : 0.0f;
     const u64 count = (u64)per_line * lines;
-    for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < count; i += (u64)gridDim.x * THREADS) {
+    for (u64 i = (u64)blockIdx.y * THREADS + threadIdx.x; i < count; i += (u64)gridDim.y * THREADS) {
         const u64 line = COLUMNWISE ? i / per_line : tile.row + i / per_line;
         const u64 block = COLUMNWISE ? tile.position / BLOCK + i % per_line : i % per_line;
         const u64 number = line * blocks + block;
@@ -40,6 +40,8 @@ dequantize(const uint2* __restrict__ codes, const u8* __restrict__ scales, const
         for (u32 j = 0; j < 16; j++) {
             const u32 code = (j < 8 ? c.x : c.y) >> (4 * (j % 8));
             v[j] = live ? __fmul_rn(factor, e2m1_to_float(code)) : 0.0f;
+            // The hardware's NaN has other bits than the contract's.
+            if (v[j] != v[j]) v[j] = __uint_as_float(0x7FC00000u);
         }
         float4* const to = reinterpret_cast<float4*>(out) + number * 4;
 #pragma unroll

@@ -7,7 +7,7 @@
 // through registers, and goes over it once for each direction: blocks of rows, then 16 tokens of two neighbouring columns
 // at a time. What a block needs of the scales, the multiplier for each of the 127 scale bytes, is computed once a tile.
 //
-// Compile-time choices: ROWWISE, COLUMNWISE; ROW_STOCHASTIC, COL_STOCHASTIC; RHT, SIGN_MASK; ROW_SWIZZLED, COL_SWIZZLED
+// Compile-time choices: ROWWISE, COLUMNWISE; ROW_STOCHASTIC, COL_STOCHASTIC; RHT, SIGN_MASK or MASK_AT_LAUNCH; ROW_SWIZZLED, COL_SWIZZLED
 // (scales in the 128x4 layout); ROW_UNPACKED, COL_UNPACKED (also code times block scale in BF16).
 #include "encode.cuh"
 #include "groups.cuh"
@@ -15,7 +15,8 @@
 #include "shared_tile.cuh"
 
 // Registers: random numbers need more of them than a fourth resident thread block leaves.
-constexpr u32 RESIDENT = ROW_STOCHASTIC || COL_STOCHASTIC ? 3 : 4;
+constexpr bool RANDOM = ROW_STOCHASTIC || COL_STOCHASTIC;
+constexpr u32 RESIDENT = !RANDOM ? 4 : ROW_UNPACKED || COL_UNPACKED ? 2 : 3;
 
 struct Copy {
     const float* amax;  // [E]
@@ -34,18 +35,18 @@ DEVICE Interleaved rounded(const float (&v)[16], u32 at, float factor) {
 }
 
 // The lower or upper column of a pair, transformed and times `factor`.
-DEVICE void transform(const ColumnPair& pair, u32 half, float factor, Interleaved& low, Interleaved& high) {
+DEVICE void transform(const ColumnPair& pair, u32 half, u32 mask, float factor, Interleaved& low, Interleaved& high) {
     float v[16];
 #pragma unroll
     for (u32 i = 0; i < 16; i++) v[i] = half ? upper(pair.tokens[i]) : lower(pair.tokens[i]);
-    if constexpr (RHT) hadamard<SIGN_MASK>(v);
+    if constexpr (RHT) hadamard<SIGN_MASK>(v, mask);
     low = rounded(v, 0, factor), high = rounded(v, 8, factor);
 }
 
-static __device__ __noinline__ Quantized quantize_rare_column(const u32* columns, u32 half, Scaling scaling,
+static __device__ __noinline__ Quantized quantize_rare_column(const u32* columns, u32 half, u32 mask, Scaling scaling,
                                                               const RandomStream& random, u64 position) {
     Interleaved low, high;
-    transform(load_columns(columns), half, RHT ? 0.25f : 1.0f, low, high);
+    transform(load_columns(columns), half, mask, RHT ? 0.25f : 1.0f, low, high);
     return quantize_any<COL_STOCHASTIC>(low, high, scaling, RHT ? 4.0f : 1.0f, random, position);
 }
 
@@ -54,6 +55,7 @@ struct Context {
     Tile tile;
     u32 cols, blocks;  // of the tensor, and blocks of 16 in a row
     u64 token_blocks;  // blocks of 16 in a line of the columnwise operand
+    u32 sign_mask;
 };
 
 // Zeros for the rows and token positions of nobody.
@@ -97,9 +99,9 @@ DEVICE void quantize_columns(const uint4* shared, const Context& c, u32 first_bl
             const u32 col = first_block * BLOCK + 2 * pair + half;
             const u64 position = (c.tile.token / BLOCK + token_block) * c.cols + col;
             Interleaved low, high;
-            transform(loaded, half, 1.0f, low, high);
+            transform(loaded, half, c.sign_mask, 1.0f, low, high);
             const Quantized q = quantize<COL_STOCHASTIC, RHT>(low, high, scaling, copy.random, position, [&] {
-                return quantize_rare_column(columns, half, scaling, copy.random, position);
+                return quantize_rare_column(columns, half, c.sign_mask, scaling, copy.random, position);
             });
             store<COL_SWIZZLED, COL_UNPACKED>(copy.out, col, c.tile.position / BLOCK + token_block, c.token_blocks, q);
         }
@@ -107,10 +109,10 @@ DEVICE void quantize_columns(const uint4* shared, const Context& c, u32 first_bl
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-group_quantize(const uint4* __restrict__ x, u32 cols, u64 k, const Groups groups, const __grid_constant__ Copy rowwise,
-               const __grid_constant__ Copy columnwise) {
-    Context c{{}, cols, cols / BLOCK, k / BLOCK};
-    if (!find_tile(groups, blockIdx.y, c.tile)) return;
+group_quantize(const uint4* __restrict__ x, u32 cols, u64 k, const Groups groups, u32 sign_mask,
+               const __grid_constant__ Copy rowwise, const __grid_constant__ Copy columnwise) {
+    Context c{{}, cols, cols / BLOCK, k / BLOCK, sign_mask};
+    if (!find_tile(groups, blockIdx.x, c.tile)) return;
     const bool live = c.tile.expert < groups.experts;
 
     __shared__ uint4 shared[SHARED_WORDS / 4];
@@ -120,7 +122,7 @@ group_quantize(const uint4* __restrict__ x, u32 cols, u64 k, const Groups groups
     const Scaling col_scaling = COLUMNWISE ? col_multipliers.fill(columnwise.amax[expert], RHT) : Scaling{};
 
     // All tiles of this thread block lie in the same rows.
-    for (u32 first = blockIdx.x * COLUMN_BLOCKS; first < c.blocks; first += gridDim.x * COLUMN_BLOCKS) {
+    for (u32 first = blockIdx.y * COLUMN_BLOCKS; first < c.blocks; first += gridDim.y * COLUMN_BLOCKS) {
         const u32 live_blocks = min(c.blocks - first, COLUMN_BLOCKS);
         if (!live) {
             fill_with_zeros(c, first, live_blocks, rowwise.out, columnwise.out);

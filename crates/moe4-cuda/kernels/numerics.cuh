@@ -123,12 +123,19 @@ DEVICE RandomBlock random_block(const RandomStream& random, u64 position) {
 }
 
 // The randomized Hadamard transform of sixteen values: signs, butterflies with strides 1, 2, 4, 8. The factor 1/4 is
-// left to the caller. The mask is known at compile time, so that a sign costs nothing: it turns into a subtraction.
+// left to the caller. A mask known at compile time costs nothing: its signs turn into subtractions. MASK_AT_LAUNCH stands
+// for `mask`.
+constexpr u32 MASK_AT_LAUNCH = 0x10000;
+
 template <u32 MASK>
-DEVICE void hadamard(float (&v)[16]) {
+DEVICE void hadamard(float (&v)[16], u32 mask) {
 #pragma unroll
-    for (u32 i = 0; i < 16; i++)
-        if (MASK >> i & 1) v[i] = -v[i];
+    for (u32 i = 0; i < 16; i++) {
+        if constexpr (MASK == MASK_AT_LAUNCH)
+            v[i] = __uint_as_float(__float_as_uint(v[i]) ^ (mask << (31 - i) & 0x80000000u));
+        else if (MASK >> i & 1)
+            v[i] = -v[i];
+    }
 #pragma unroll
     for (u32 stride = 1; stride < 16; stride *= 2)
 #pragma unroll

@@ -20,6 +20,7 @@ unpermute(const u16* __restrict__ y, u64 rows, u64 cols, const u32* __restrict__
             }
         for (u64 i = (u64)lane * VECTOR; i < cols; i += 32 * VECTOR) {
             float sum[VECTOR] = {};
+#pragma unroll 1
             for (u32 j = 0; j < top_k; j++) {
                 const u32 row = slot[t * top_k + j];
                 if (row >= rows) continue;

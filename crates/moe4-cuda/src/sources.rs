@@ -5,10 +5,28 @@
 #![forbid(unsafe_code)]
 
 /// Kernels: base name and text of `kernels/<name>.cu`.
-pub const SOURCES: &[(&str, &str)] = &[];
+pub const SOURCES: &[(&str, &str)] = &[
+    ("dequantize", include_str!("../kernels/dequantize.cu")),
+    ("group_amax", include_str!("../kernels/group_amax.cu")),
+    ("group_hadamard_amax", include_str!("../kernels/group_hadamard_amax.cu")),
+    ("group_offsets", include_str!("../kernels/group_offsets.cu")),
+    ("group_quantize", include_str!("../kernels/group_quantize.cu")),
+    ("permute", include_str!("../kernels/permute.cu")),
+    ("quantize_weights", include_str!("../kernels/quantize_weights.cu")),
+    ("unpermute", include_str!("../kernels/unpermute.cu")),
+    ("weights_amax", include_str!("../kernels/weights_amax.cu")),
+];
 
 /// Shared headers: name as an `#include` says it, and text of `kernels/<name>`.
-pub const HEADERS: &[(&str, &str)] = &[];
+pub const HEADERS: &[(&str, &str)] = &[
+    ("encode.cuh", include_str!("../kernels/encode.cuh")),
+    ("fault.cuh", include_str!("../kernels/fault.cuh")),
+    ("groups.cuh", include_str!("../kernels/groups.cuh")),
+    ("numerics.cuh", include_str!("../kernels/numerics.cuh")),
+    ("output.cuh", include_str!("../kernels/output.cuh")),
+    ("reduce.cuh", include_str!("../kernels/reduce.cuh")),
+    ("shared_tile.cuh", include_str!("../kernels/shared_tile.cuh")),
+];
 
 #[cfg(test)]
 mod tests {

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use std::ffi::CString;
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::error::{CompileError, LoadError};
@@ -52,6 +53,12 @@ pub struct Compiled {
 pub struct Compiler {
     library: Library,
     sources: Sources,
+}
+
+impl fmt::Debug for Compiler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NVRTC {} at {}", self.version(), self.path().display())
+    }
 }
 
 impl Compiler {

@@ -29,7 +29,10 @@ impl fmt::Display for DeviceFacts {
         let gib = self.memory as f64 / (1u64 << 30) as f64;
         let (major, minor) = (self.driver / 1000, self.driver % 1000 / 10);
         let DeviceFacts { ordinal, name, arch, multiprocessors, .. } = self;
-        write!(f, "GPU {ordinal}: {name}, {arch}, {multiprocessors} multiprocessors, {gib:.0} GiB, CUDA {major}.{minor}")
+        write!(
+            f,
+            "GPU {ordinal}: {name}, {arch}, {multiprocessors} multiprocessors, {gib:.0} GiB, CUDA {major}.{minor}"
+        )
     }
 }
 

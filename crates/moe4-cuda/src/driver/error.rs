@@ -29,7 +29,8 @@ impl CallError {
 
     /// As an error of the contract.
     pub(crate) fn on(self, device: &str) -> DeviceError {
-        let call = if self.of.is_empty() { self.call.into() } else { format!("{} of {}", self.call, self.of) };
+        let call =
+            if self.of.is_empty() { self.call.into() } else { format!("{} of {}", self.call, self.of) };
         DeviceError {
             device: device.into(),
             call,

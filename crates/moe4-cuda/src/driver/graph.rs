@@ -13,18 +13,35 @@ pub struct Graph {
     stream: Stream,
 }
 
+/// A stream that records. Dropped without [`Recording::end`], the recording is given up.
+#[derive(Debug)]
+pub struct Recording {
+    stream: Option<Stream>,
+}
+
+impl Recording {
+    /// The recorded sequence; the stream runs again.
+    pub fn end(mut self) -> Result<Graph, CallError> {
+        let stream = self.stream.take().expect("taken here or when dropped");
+        let handle = Handle(raw::end_capture(stream.bound()?)?);
+        Ok(Graph { handle, stream })
+    }
+}
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        if let Some(stream) = self.stream.take() {
+            let unused = Recording { stream: Some(stream) }.end();
+            drop(unused);
+        }
+    }
+}
+
 impl Graph {
-    /// Records what `work` enqueues on `stream` instead of running it.
-    pub fn capture<E: From<CallError>>(
-        stream: &Stream,
-        work: impl FnOnce() -> Result<(), E>,
-    ) -> Result<Self, E> {
+    /// What is enqueued on `stream` from now on is recorded instead of run.
+    pub fn record(stream: &Stream) -> Result<Recording, CallError> {
         raw::begin_capture(stream.bound()?)?;
-        let outcome = work();
-        // Ended in any case: a stream left in capture would be of no more use.
-        let ready = stream.bound().and_then(raw::end_capture);
-        outcome?;
-        Ok(Self { handle: Handle(ready?), stream: stream.clone() })
+        Ok(Recording { stream: Some(stream.clone()) })
     }
 
     /// Enqueues the sequence on the stream that it was recorded on.

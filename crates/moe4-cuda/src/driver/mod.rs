@@ -16,7 +16,7 @@ mod stream;
 pub use device::{Device, DeviceFacts};
 pub use error::{CallError, Unavailable};
 pub use event::Event;
-pub use graph::Graph;
+pub use graph::{Graph, Recording};
 pub(crate) use memory::{DeviceBytes, fill, read};
 pub(crate) use module::{Arguments, Grid, Kernel};
 pub use stream::Stream;

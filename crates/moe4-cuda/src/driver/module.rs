@@ -49,14 +49,21 @@ impl Kernel {
     /// # Safety
     /// The arguments are those of the kernel, in order and of the same layout, and the device memory that they name is
     /// as large as the kernel takes it to be and lives until the stream has run it.
-    pub(crate) unsafe fn launch(&self, stream: &Stream, grid: Grid, arguments: Arguments<'_>) -> Result<(), CallError> {
+    pub(crate) unsafe fn launch(
+        &self,
+        stream: &Stream,
+        grid: Grid,
+        arguments: Arguments<'_>,
+    ) -> Result<(), CallError> {
         if grid.blocks.contains(&0) {
             return Ok(());
         }
         let mut pointers = arguments.pointers;
         // SAFETY: as required.
         unsafe { raw::launch(self.function.0, grid.blocks, grid.threads, stream.bound()?, &mut pointers) }
-            .map_err(|e| e.of(format!("{} on {:?} blocks of {} threads", self.name, grid.blocks, grid.threads)))
+            .map_err(|e| {
+                e.of(format!("{} on {:?} blocks of {} threads", self.name, grid.blocks, grid.threads))
+            })
     }
 }
 

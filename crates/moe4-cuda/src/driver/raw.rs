@@ -30,7 +30,9 @@ fn check(call: &'static str, status: sys::CUresult) -> Checked {
         // SAFETY: the driver writes the address of a static string, or leaves null for a code that it does not know.
         unsafe {
             match get(status, &mut text) {
-                sys::CUresult::CUDA_SUCCESS if !text.is_null() => CStr::from_ptr(text).to_string_lossy().into_owned(),
+                sys::CUresult::CUDA_SUCCESS if !text.is_null() => {
+                    CStr::from_ptr(text).to_string_lossy().into_owned()
+                }
                 _ => "unknown".into(),
             }
         }
@@ -233,7 +235,10 @@ pub(super) unsafe fn copy_to_device(address: u64, data: &[u8], stream: CUstream)
 pub(super) unsafe fn copy_to_host(data: &mut [u8], address: u64, stream: CUstream) -> Checked {
     // SAFETY: as required; the slice stays borrowed until the stream has written it.
     unsafe {
-        check("cuMemcpyDtoHAsync", sys::cuMemcpyDtoHAsync_v2(data.as_mut_ptr().cast(), address, data.len(), stream))?;
+        check(
+            "cuMemcpyDtoHAsync",
+            sys::cuMemcpyDtoHAsync_v2(data.as_mut_ptr().cast(), address, data.len(), stream),
+        )?;
     }
     synchronize(stream)
 }
