@@ -45,6 +45,11 @@ pub enum Fault {
     StreamShared,
     StreamOfLaunch,
     StreamUnsteady,
+    StreamTruncated,
+    ExpertsPast256Ignored,
+    LastColumnTileDropped,
+    QuantizedFirstBatchOnly,
+    WeightsAssumedAdjacent,
     NearestForStochastic,
     ZerosForStochastic,
     ZeroedQuantize,
@@ -141,13 +146,24 @@ impl Fault {
             expect(
                 AmaxOfNeighbours,
                 "one amax for all experts",
-                &["golden/group", "invariant 5/experts alone equal grouped", AMAX, BYTES],
+                &["golden/group", "invariant 5/experts alone equal grouped", ALONE, TINY, AMAX, BYTES],
             ),
-            expect(AmaxOfNobody, "rows of nobody counted for the last expert", &[AMAX, BYTES, NOBODY]),
+            expect(
+                AmaxOfNobody,
+                "rows of nobody counted for the last expert",
+                &[AMAX, BYTES, NOBODY, "invariant 6/quantized rows of nobody"],
+            ),
             expect(
                 AmaxOfEmptyExpertStale,
                 "nothing written for an empty expert",
-                &["defect 12/amax after RHT is bounded", "invariant 7/empty expert", AMAX],
+                &[
+                    "defect 12/amax after RHT is bounded",
+                    "invariant 7/empty expert",
+                    "invariant 7/quantized empty experts",
+                    "defect 18/quantization with all splits zero",
+                    TINY,
+                    AMAX,
+                ],
             ),
             expect(
                 ReversedButterfly,
@@ -167,7 +183,11 @@ impl Fault {
                 "code 0 for -0",
                 &["golden/q1d_row", "defect 10/E2M1 edges and non-finite blocks", "defect 5/negation"],
             ),
-            expect(StalePadding, "padding left as it was", &["defect 7/padding", BYTES]),
+            expect(
+                StalePadding,
+                "padding left as it was",
+                &["defect 7/padding", "invariant 6/quantized rows of nobody", EDGES, BYTES],
+            ),
             expect(
                 SwizzledTilesDownColumns,
                 "tiles of scales down the columns first",
@@ -224,12 +244,38 @@ impl Fault {
             expect(
                 StreamOfLaunch,
                 "random numbers that depend on the number of rows",
-                &["defect 15/random bytes of each element", "invariant 5/experts alone equal grouped", BYTES],
+                &[
+                    "defect 15/random bytes of each element",
+                    "invariant 5/experts alone equal grouped",
+                    ALONE,
+                    BYTES,
+                ],
             ),
             expect(
                 StreamUnsteady,
                 "other random numbers in each call",
-                &["defect 15/random bytes of each element", "invariant 4/two runs are equal"],
+                &[
+                    "defect 15/random bytes of each element",
+                    "invariant 4/two runs are equal",
+                    "invariant 4/two quantizations are equal",
+                ],
+            ),
+            expect(
+                StreamTruncated,
+                "the lower halves of seed and stream",
+                &["defect 15/random bytes of each element", EDGES, BYTES],
+            ),
+            expect(ExpertsPast256Ignored, "amaxes of 256 experts at most", &[TINY]),
+            expect(LastColumnTileDropped, "columns past the last whole tile of 128 left zero", &[EDGES]),
+            expect(
+                QuantizedFirstBatchOnly,
+                "as many rows quantized as in the first call",
+                &["defect 21/quantization of growing batches"],
+            ),
+            expect(
+                WeightsAssumedAdjacent,
+                "weights of experts that lie apart read as if they were one tensor",
+                &["invariant 1/bytes of weights"],
             ),
             expect(
                 NearestForStochastic,
@@ -368,6 +414,9 @@ impl Fault {
 
 const BYTES: &str = "invariant 1/bytes of amax and quantize passes";
 const AMAX: &str = "property/amax of ragged groups";
+const ALONE: &str = "invariant 5/experts quantized alone equal grouped";
+const TINY: &str = "property/many tiny experts";
+const EDGES: &str = "property/tiles and their edges";
 const NOBODY: &str = "invariant 6/rows of nobody";
 const SPLITS: &str = "defect 16/reported splits";
 const ACCUMULATION: &str = "defect 17/accumulation";
