@@ -35,12 +35,14 @@ pub enum Fault {
     SwizzledPaddingStale,
     UnpackedZeroPositive,
     UnpackedNanAsZero,
+    UnpackedNanOfHardware,
     UnpackedNobodyStale,
     WeightsUnpackedOfFirstExpert,
     DequantizedInAnotherOrder,
     DequantizedByPlainScales,
     DequantizedWithoutPadding,
     DequantizedNobody,
+    DequantizedNanOfHardware,
     WeightsByRow,
     StreamShared,
     StreamOfLaunch,
@@ -176,7 +178,12 @@ impl Fault {
             expect(
                 NonFiniteIgnored,
                 "a damaged block with a finite scale",
-                &["golden/edge", "defect 10/E2M1 edges and non-finite blocks", BYTES],
+                &[
+                    "golden/edge",
+                    "defect 10/E2M1 edges and non-finite blocks",
+                    "defect 10/non-finite blocks show in products",
+                    BYTES,
+                ],
             ),
             expect(
                 SignOfZeroDropped,
@@ -206,6 +213,11 @@ impl Fault {
                 &["layout/unpacked values", BYTES],
             ),
             expect(
+                UnpackedNanOfHardware,
+                "a BF16 NaN with all bits of its mantissa set",
+                &["layout/unpacked values", "layout/unpacked weights", BYTES],
+            ),
+            expect(
                 UnpackedNobodyStale,
                 "BF16 values of nobody's rows left as they were",
                 &["layout/unpacked values", BYTES],
@@ -218,6 +230,11 @@ impl Fault {
             expect(
                 DequantizedInAnotherOrder,
                 "(code · scale) · (amax/2688) for ((scale · amax) · 1/2688) · code",
+                &["dequantize/values", "dequantize/overflow and NaN", "dequantize/weights"],
+            ),
+            expect(
+                DequantizedNanOfHardware,
+                "a NaN with all bits of its mantissa set",
                 &["dequantize/values", "dequantize/overflow and NaN"],
             ),
             expect(DequantizedByPlainScales, "swizzled scales read as plain ones", &["dequantize/values"]),
@@ -304,6 +321,7 @@ impl Fault {
                     "golden/gemm",
                     "golden/mlp, stage: y dx",
                     "golden/mlp, end to end",
+                    "defect 2/products with an underflowed scale",
                     "property/products",
                     GROWTH,
                 ],

@@ -133,10 +133,11 @@ fn stochastic(i: u64) -> [Rounding; 2] {
 
 const NEAREST: [Rounding; 2] = [Rounding::Nearest; 2];
 
-/// Transforms and roundings, each with each.
-fn settings() -> Vec<(Option<SignMask>, [Rounding; 2])> {
-    let masks = [Some(SignMask::DEFAULT), Some(SignMask::NONE), Some(SignMask(0x8F31)), None];
-    let with = |(i, mask)| [(mask, NEAREST), (mask, stochastic(i as u64))];
+/// Transforms and roundings, each with each; one mask is random.
+fn settings(seed: u64) -> Vec<(Option<SignMask>, [Rounding; 2])> {
+    let random = SignMask(data::Random::new(seed).bits() as u16);
+    let masks = [Some(SignMask::DEFAULT), Some(SignMask::NONE), Some(random), None];
+    let with = |(i, mask)| [(mask, NEAREST), (mask, stochastic(seed + i as u64))];
     masks.into_iter().enumerate().flat_map(with).collect()
 }
 
@@ -147,7 +148,7 @@ const COLS: usize = 144;
 
 fn each(check: impl Fn(Case<'_>) -> Outcome) -> Outcome {
     let groups = Groups::new(&SPLITS, ROWS).expect("fits");
-    for (i, (mask, rounding)) in settings().into_iter().enumerate() {
+    for (i, (mask, rounding)) in settings(460).into_iter().enumerate() {
         let kind = Kind::ALL[i % 5];
         let mut x = data::tensor(kind, ROWS * COLS, 400 + i as u64);
         // So that something is left of sparse data in the first expert, which has one row.
@@ -243,7 +244,7 @@ pub(super) fn empty_experts<B: Backend>(b: &B) -> Outcome {
     let (cols, rows) = (80, 45);
     let (with, without) =
         (Groups::new(&with, rows).expect("fits"), Groups::new(&without, rows).expect("fits"));
-    for (i, (mask, rounding)) in settings().into_iter().enumerate() {
+    for (i, (mask, rounding)) in settings(461).into_iter().enumerate() {
         let mut x = data::normal(rows * cols, 1.0, 420 + i as u64);
         x[with.live_rows() * cols..].fill(bf16::MAX);
         let dense = Case { x: &x, cols, groups: &without, mask, rounding };
@@ -270,7 +271,7 @@ pub(super) fn all_empty<B: Backend>(b: &B) -> Outcome {
         let (cols, groups) = (48, Groups::new(&splits, rows).expect("fits"));
         let mut x = data::normal(rows * cols, 1.0, 430);
         x[groups.live_rows() * cols..].fill(bf16::NAN);
-        for (mask, rounding) in settings() {
+        for (mask, rounding) in settings(rows as u64) {
             let case = Case { x: &x, cols, groups: &groups, mask, rounding };
             case.as_the_reference(b).in_case(format!("splits {splits:?} of {rows} rows"))?;
         }
@@ -309,7 +310,7 @@ pub(super) fn tiny_experts<B: Backend>(b: &B) -> Outcome {
             part.iter_mut().for_each(|v| *v = bf16::from_f32(v.to_f32() * scale));
         }
         x[live * cols..].fill(bf16::MAX);
-        for (mask, rounding) in settings() {
+        for (mask, rounding) in settings(live as u64) {
             let case = Case { x: &x, cols, groups: &groups, mask, rounding };
             let compared = || -> Outcome {
                 case.as_the_reference(b)?;
@@ -324,7 +325,6 @@ pub(super) fn tiny_experts<B: Backend>(b: &B) -> Outcome {
 
 /// Rows and columns next to the sizes in which work is cut: 16, 128, 256, 1024.
 pub(super) fn tile_edges<B: Backend>(b: &B) -> Outcome {
-    let settings = settings();
     let mut i = 0;
     for rows in [1, 15, 16, 17, 127, 128, 129, 255] {
         for cols in [16, 48, 112, 128, 144, 272, 1040] {
@@ -337,6 +337,7 @@ pub(super) fn tile_edges<B: Backend>(b: &B) -> Outcome {
             x[0] = bf16::ONE;
             x[groups.live_rows() * cols..].fill(bf16::NAN);
             // Each shape with two of the settings, so that all of them meet every size.
+            let settings = settings(i as u64);
             for pick in [i, i + 3] {
                 let (mask, rounding) = settings[pick % settings.len()];
                 let case = Case { x: &x, cols, groups: &groups, mask, rounding };
