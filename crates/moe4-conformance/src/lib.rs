@@ -12,8 +12,8 @@
 //! [`Backend`], which adds one method to the contract, and calls [`run`]. Every output is filled with poison (bytes
 //! 0xAA, NaN) before its pass, and rows past `sum(splits)` hold NaN or huge numbers.
 //!
-//! Each check says what it needs ([`checks::Need`]). On a backend whose capabilities lack it the check is skipped, and the
-//! report says so: a backend without products runs everything about amaxes, copies, scale layouts and permutation.
+//! Each check says what it needs ([`checks::Need`]). On a backend whose capabilities lack it the check is skipped, and
+//! the report says so: a backend without products runs everything about amaxes, copies, scale layouts and permutation.
 //!
 //! | module | what |
 //! |---|---|

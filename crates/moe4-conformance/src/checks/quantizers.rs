@@ -198,8 +198,8 @@ fn alone_as_grouped<B: Backend>(b: &B, case: &Case<'_>, experts: &[usize]) -> Ou
     Ok(())
 }
 
-/// 6: rows past `sum(splits)` hold NaN, infinities or numbers larger than all others; what is made is that of the trimmed
-/// tensor, and zero there.
+/// 6: rows past `sum(splits)` hold NaN, infinities or numbers larger than all others; what is made is that of the
+/// trimmed tensor, and zero there.
 pub(super) fn rows_of_nobody<B: Backend>(b: &B) -> Outcome {
     each(|case| {
         let live = case.groups.live_rows();
