@@ -33,8 +33,12 @@ pub(super) fn dequantize<B: Backend<Memory = Host>>(
         _ => (0..=last).find(|&e| groups.padded_range(e).contains(&i)),
     };
     let layout = if fault == Fault::DequantizedByPlainScales { ScaleLayout::Plain } else { layout };
-    if fault == Fault::ZeroedEverything {
-        out.fill(0.0);
+    match fault {
+        Fault::ZeroedEverything => out.fill(0.0),
+        Fault::DequantizedNanOfHardware => {
+            out.iter_mut().filter(|v| v.is_nan()).for_each(|v| *v = f32::from_bits(0x7FFF_FFFF));
+        }
+        _ => {}
     }
     let recomputed = [
         Fault::DequantizedInAnotherOrder,

@@ -83,6 +83,9 @@ pub(super) fn spoil_values(fault: Fault, values: &mut [bf16]) {
             values.iter_mut().filter(|v| v.to_bits() == 0x8000).for_each(|v| *v = bf16::ZERO);
         }
         Fault::UnpackedNanAsZero => values.iter_mut().filter(|v| v.is_nan()).for_each(|v| *v = bf16::ZERO),
+        Fault::UnpackedNanOfHardware => {
+            values.iter_mut().filter(|v| v.is_nan()).for_each(|v| *v = bf16::from_bits(0x7FFF));
+        }
         Fault::ZeroedQuantize | Fault::ZeroedEverything => values.fill(bf16::ZERO),
         _ => {}
     }

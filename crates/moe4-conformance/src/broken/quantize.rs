@@ -29,6 +29,7 @@ fn spoil_amax(fault: Fault, x: &[bf16], cols: usize, groups: &Groups, stale: &[f
                 amax[e] = stale[e];
             }
         }
+        Fault::ExpertsPast256Ignored => amax.iter_mut().skip(256).for_each(|amax| *amax = 0.0),
         Fault::ZeroedEverything => amax.fill(0.0),
         _ => {}
     }
@@ -96,6 +97,10 @@ fn spoil_rounding(fault: Fault, rounding: Rounding, groups: &Groups, calls: &Ato
         Fault::StreamOfLaunch => other(groups.rows() as u64),
         Fault::StreamUnsteady => other(calls.fetch_add(1, Ordering::Relaxed) as u64 + 1),
         Fault::NearestForStochastic => Rounding::Nearest,
+        Fault::StreamTruncated => {
+            let low = |v: u64| v & u64::from(u32::MAX);
+            Rounding::Stochastic(RandomStream { seed: low(seed), stream: low(stream) })
+        }
         _ => rounding,
     }
 }
@@ -216,6 +221,17 @@ pub(super) fn group_quantize<B: Backend<Memory = Host>>(
                 cast.scales[first_scale..].copy_from_slice(&stale.scales[first_scale..]);
             }
         }
+        let whole = cols / 128 * 128;
+        if fault == Fault::LastColumnTileDropped && whole > 0 {
+            cast.codes.chunks_mut(cols / 2).for_each(|row| row[whole / 2..].fill(0));
+        }
+        if fault == Fault::QuantizedFirstBatchOnly {
+            let first = match calls.compare_exchange(0, groups.rows(), Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => groups.rows(),
+                Err(rows) => rows.min(groups.rows()),
+            };
+            cast.codes[first * cols / 2..].fill(0);
+        }
         forms::spoil(fault, cast, [groups.rows(), cols], groups.live_rows(), &stale);
         spoil_copy(fault, cast.rounding, cast.codes, cast.scales);
     }
@@ -242,8 +258,14 @@ pub(super) fn quantize_weights<B: Backend<Memory = Host>>(
     pass: QuantizeWeights<'_, Host>,
 ) -> Result<(), Error> {
     let QuantizeWeights { w, shape, codes, scales, mut unpacked, amax } = pass;
+    let adjacent = w.windows(2).all(|pair| pair[0].as_ptr_range().end == pair[1].as_ptr());
+    let read = match (fault, w.first()) {
+        // What lies behind the first weight is anybody's guess; here it is that weight once more.
+        (Fault::WeightsAssumedAdjacent, Some(&first)) if !adjacent => vec![first; w.len()],
+        _ => w.clone(),
+    };
     inner.quantize_weights(QuantizeWeights {
-        w: w.clone(),
+        w: read,
         shape,
         codes: &mut *codes,
         scales: &mut *scales,

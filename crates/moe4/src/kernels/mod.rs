@@ -36,6 +36,9 @@ pub struct Capabilities {
     pub bf16: bool,
     /// Stochastic rounding of gradients.
     pub stochastic_rounding: bool,
+    /// `grouped_gemm`, `grouped_gemm_act`, `grouped_gemm_dact`, `grouped_wgrad` and `grouped_bias_grad`. A backend
+    /// without them quantizes, dequantizes and permutes; these five passes and the operator give [`Unsupported`].
+    pub products: bool,
 }
 
 /// One implementation of the passes. A pass checks its descriptor, writes all its outputs or returns an error.

@@ -182,3 +182,24 @@ pub fn gather(slots: usize, tokens: usize, cols: usize, weights: bool) -> Work {
     let index = slots * (size_of::<u32>() + if weights { F32 } else { 0 });
     work(slots * cols * BF16 + index, tokens * cols * BF16)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn forms_of_a_copy_count_what_they_store() {
+        // [20, 48] and [48, 32]: 3 and 2 scales a row, in tiles of 128 x 4.
+        let rows = Rows { rows: 20, padded: 32, experts: 2 };
+        let form = |layout, unpacked| Some(CopyForm { layout, unpacked });
+        let written = |row, column| quantize(rows, 48, row, column).written;
+        let (plain, swizzled) = (ScaleLayout::Plain, ScaleLayout::Swizzled128x4);
+        assert_eq!(written(form(plain, false), None), 20 * (24 + 3));
+        assert_eq!(written(form(swizzled, false), None), 20 * 24 + 512);
+        assert_eq!(written(None, form(swizzled, true)), 48 * 16 + 512 + 48 * 32 * 2);
+        let shape = WeightShape { n: 16, k: 32 };
+        assert_eq!(quantize_weights(3, shape, true).written, 3 * (16 * (16 + 2) + 16 * 32 * 2 + 4));
+        let back = dequantize(20, 48, swizzled, 2);
+        assert_eq!((back.read, back.written, back.flops), (20 * 24 + 512 + 8, 20 * 48 * 4, 0));
+    }
+}

@@ -71,6 +71,7 @@ impl Backend for Cpu {
             nvfp4: true,
             bf16: true,
             stochastic_rounding: true,
+            products: true,
         }
     }
 
