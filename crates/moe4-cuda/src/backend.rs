@@ -220,6 +220,7 @@ impl Backend for Cuda {
             nvfp4: true,
             bf16: true,
             stochastic_rounding: true,
+            products: false,
         }
     }
 
