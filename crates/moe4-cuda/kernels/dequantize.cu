@@ -21,13 +21,13 @@ DEVICE float e2m1_to_float(u32 code) {
 extern "C" __global__ void __launch_bounds__(THREADS)
 dequantize(const uint2* __restrict__ codes, const u8* __restrict__ scales, const float* __restrict__ amax, u32 cols, u64 k,
            const Groups groups, float* __restrict__ out) {
-    Tile tile;
-    if (!find_tile(groups, blockIdx.x, tile)) return;
+    const Tile tile = load_tile(groups);
+    if (tile.expert == NO_TILE) return;
     const u64 blocks = COLUMNWISE ? k / BLOCK : cols / BLOCK;
     const u32 per_line = COLUMNWISE ? tile.positions / BLOCK : cols / BLOCK, lines = COLUMNWISE ? cols : tile.rows;
     const float of_tensor = tile.expert < groups.experts ? amax[tile.expert] : 0.0f;
     const u64 count = (u64)per_line * lines;
-    for (u64 i = (u64)blockIdx.y * THREADS + threadIdx.x; i < count; i += (u64)gridDim.y * THREADS) {
+    for (u64 i = (u64)blockIdx.x * THREADS + threadIdx.x; i < count; i += (u64)gridDim.x * THREADS) {
         const u64 line = COLUMNWISE ? i / per_line : tile.row + i / per_line;
         const u64 block = COLUMNWISE ? tile.position / BLOCK + i % per_line : i % per_line;
         const u64 number = line * blocks + block;

@@ -14,8 +14,6 @@
 #pragma once
 #include "numerics.cuh"
 
-constexpr bool BY_INSTRUCTION = __CUDA_ARCH__ >= 1000;
-
 // Codes of a block, elements 0..7 and 8..15.
 struct Codes {
     u32 low, high;
@@ -25,12 +23,9 @@ struct Codes {
 struct Neighbours {
     u32 pairs[4];
 
-    __device__ __forceinline__ void magnitudes(float (&v)[8]) const {
+    DEVICE void unpack(const u32 (&m)[4], float (&v)[8]) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const u32 m = pairs[i] & 0x7FFF7FFFu;
-            v[2 * i] = lower(m), v[2 * i + 1] = upper(m);
-        }
+        for (int i = 0; i < 4; i++) v[2 * i] = lower(m[i]), v[2 * i + 1] = upper(m[i]);
     }
     // Signs at bits 3, 7, ... 31.
     __device__ __forceinline__ u32 with_signs(u32 word) const {
@@ -44,10 +39,7 @@ struct Neighbours {
 struct Interleaved {
     u32 pairs[4];
 
-    __device__ __forceinline__ void magnitudes(float (&v)[8]) const {
-        u32 m[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) m[i] = pairs[i] & 0x7FFF7FFFu;
+    DEVICE void unpack(const u32 (&m)[4], float (&v)[8]) {
         v[0] = lower(m[0]), v[1] = lower(m[2]), v[2] = upper(m[0]), v[3] = upper(m[2]);
         v[4] = lower(m[1]), v[5] = lower(m[3]), v[6] = upper(m[1]), v[7] = upper(m[3]);
     }
@@ -57,51 +49,57 @@ struct Interleaved {
     }
 };
 
-// The bits of the largest magnitude of a block as those of an FP32 number; not finite if any element is not.
+// A block and its magnitudes, in pairs.
 template <class Eight>
-DEVICE u32 block_amax_bits(const Eight& low, const Eight& high) {
-    u32 m = 0;
+struct Block {
+    Eight low, high;
+    u32 low_magnitudes[4], high_magnitudes[4];
+
+    __device__ __forceinline__ Block(const Eight& low, const Eight& high) : low(low), high(high) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) m = __vimax3_u16x2(m, low.pairs[i] & 0x7FFF7FFFu, high.pairs[i] & 0x7FFF7FFFu);
-    return max(m << 16, m & 0xFFFF0000u);
-}
+        for (int i = 0; i < 4; i++) {
+            // By assembly, or the compiler takes the signs off each element once more.
+            asm("and.b32 %0, %1, 0x7FFF7FFF;" : "=r"(low_magnitudes[i]) : "r"(low.pairs[i]));
+            asm("and.b32 %0, %1, 0x7FFF7FFF;" : "=r"(high_magnitudes[i]) : "r"(high.pairs[i]));
+        }
+    }
 
-// What the blocks of one expert's operand share: the factor of a block's amax, and for each scale byte what its elements
-// are multiplied by. After a transform both are a quarter of that and the elements are left four times as large: exact,
-// as long as nothing is near the ends of the range of BF16; see `is_usual`.
-struct Scaling {
-    const float* multipliers;  // [128]
-    float block;
-
-    // The block's amax relative to the global scale. Rounded to E4M3 it is the scale byte.
-    __device__ __forceinline__ float relative(u32 amax_bits) const { return __fmul_rn(__uint_as_float(amax_bits), block); }
-};
-
-struct Multipliers {
-    float of_scale[128];
-
-    // By all threads of a block; they must meet at a barrier before the table is read.
-    __device__ __forceinline__ Scaling fill(float amax, bool transformed) {
-        const GlobalScale global = GlobalScale::from_amax(amax);
-        const float factor = transformed ? 0.25f : 1.0f;
-        if (threadIdx.x < 128) of_scale[threadIdx.x] = __fmul_rn(global.multiplier(threadIdx.x), factor);
-        return {of_scale, __fmul_rn(global.block, factor)};
+    // The bits of the largest magnitude as those of an FP32 number; not finite if any element is not.
+    __device__ __forceinline__ u32 amax_bits() const {
+        u32 m = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) m = __vimax3_u16x2(m, low_magnitudes[i], high_magnitudes[i]);
+        return max(m << 16, m & 0xFFFF0000u);
     }
 };
 
-// Whether a block may take the short way. Nearest: no element can reach 7, since the scale is neither subnormal, where its
-// rounding moves elements by up to half, nor far saturated. Transformed: no element that counts is subnormal when divided
-// by four, and none is infinite for not having been divided yet.
-template <bool STOCHASTIC, bool TRANSFORMED>
-DEVICE bool is_usual(u32 amax_bits, float relative) {
-    constexpr u32 LEAST = (127u - 100) << 23, INFINITE = 0x7F800000u;
-    return (STOCHASTIC || (relative >= 0x1p-6f && relative < 500.0f)) &&
-           (!TRANSFORMED || amax_bits - LEAST < INFINITE - LEAST);
-}
+// What the blocks of one expert's operand share: the factor of a block's amax, and for each scale byte what its elements
+// are multiplied by. After a transform both are a quarter of that and the elements are left four times as large: exact,
+// unless an element that counts is subnormal when divided by four, which only an amax below 2^-80 allows.
+struct Scaling {
+    float multipliers[128];
+    float block;  // NaN if no block may take the short way
+    float exact_block;
 
-// The scale byte; 0x7F if the amax is not finite, although it may be infinite and its product as well.
-DEVICE u32 scale_byte(u32 amax_bits, float relative) {
-    return amax_bits >= 0x7F800000u ? E4M3_NAN : float_to_e4m3(relative);
+    // By 128 threads, of which this is number `thread`; all must meet at a barrier before it is used.
+    __device__ __forceinline__ void fill(u32 thread, float amax, bool transformed) {
+        const GlobalScale global = GlobalScale::from_amax(amax);
+        const float factor = transformed ? 0.25f : 1.0f;
+        multipliers[thread] = __fmul_rn(global.multiplier(thread), factor);
+        if (thread != 0) return;
+        exact_block = __fmul_rn(global.block, factor);
+        block = transformed && amax < 0x1p-80f ? __uint_as_float(0x7FC00000u) : exact_block;
+    }
+};
+
+// Whether a block of this amax, relative to the global scale, may take the short way: it is finite, and with nearest
+// rounding no element can reach 7, since the scale is neither subnormal, where its rounding moves elements by up to half,
+// nor far saturated. A transformed block that is infinite only for not having been divided by four is not usual either.
+template <bool STOCHASTIC>
+DEVICE bool is_usual(float relative) {
+    constexpr u32 LEAST = STOCHASTIC ? 0 : 0x3C800000u;        // 2^-6
+    constexpr u32 BOUND = STOCHASTIC ? 0x7F800000u : 0x43FA0000u;  // infinity, 500
+    return __float_as_uint(relative) - LEAST < BOUND - LEAST;
 }
 
 constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23, where one unit in the last place is 1
@@ -115,46 +113,43 @@ DEVICE u32 nearest_code(float v) {
     return __vimin3_s32(a, b, c);
 }
 
-template <bool SATURATE, class Eight>
-DEVICE u32 encode_nearest(const Eight& eight, float m) {
+// Magnitudes of eight codes. `m` is what the elements are multiplied by.
+template <bool SATURATE>
+DEVICE u32 nearest_codes(const float (&x)[8], float m) {
     float v[8];
-    eight.magnitudes(v);
-    u32 word = 0;
-    if constexpr (BY_INSTRUCTION) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = __fmul_rn(x[i], m);
 #if __CUDA_ARCH__ >= 1000
+    u32 word;
+    asm("{\n"
+        ".reg .b8 b0, b1, b2, b3;\n"
+        "cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
+        "cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+        "cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
+        "cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+        "mov.b32 %0, {b0, b1, b2, b3};\n"
+        "}"
+        : "=r"(word)
+        : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+    return word;
+#else
+    // The last byte of MAGIC_BITS is zero, so a sum of two codes, one of them shifted, holds them in its last byte.
+    u32 pair[4];
 #pragma unroll
-        for (int i = 0; i < 8; i++) v[i] = __fmul_rn(v[i], m);
-        asm("{\n"
-            ".reg .b8 b0, b1, b2, b3;\n"
-            "cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
-            "cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
-            "cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
-            "cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
-            "mov.b32 %0, {b0, b1, b2, b3};\n"
-            "}"
-            : "=r"(word)
-            : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
-#endif
-    } else {
-        // What the shifts leave of MAGIC_BITS in the word is taken out beforehand.
-        word = 0u - (MAGIC_BITS + (MAGIC_BITS << 4) + (MAGIC_BITS << 8));
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const float scaled = __fmul_rn(v[i], m);
-            word += nearest_code(SATURATE ? fminf(scaled, 6.0f) : scaled) << (4 * i);
-        }
+    for (int i = 0; i < 4; i++) {
+        const float even = SATURATE ? fminf(v[2 * i], 6.0f) : v[2 * i], odd = SATURATE ? fminf(v[2 * i + 1], 6.0f) : v[2 * i + 1];
+        pair[i] = nearest_code(even) + (nearest_code(odd) << 4);
     }
-    return eight.with_signs(word);
+    return permute_bytes(permute_bytes(pair[0], pair[1], 0x0040), permute_bytes(pair[2], pair[3], 0x0040), 0x5410);
+#endif
 }
 
-template <class Eight>
-DEVICE u32 encode_stochastic(const Eight& eight, float m, u32 random_low, u32 random_high) {
-    float v[8];
-    eight.magnitudes(v);
+// Likewise, rounded at random: a byte for each element, that of element 0 lowest.
+DEVICE u32 stochastic_codes(const float (&x)[8], float m, u32 random_low, u32 random_high) {
     u32 z[8];
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-        const float a = fminf(__fmul_rn(v[k], m), 6.0f);
+        const float a = fminf(__fmul_rn(x[k], m), 6.0f);
         const float power = fmaxf(__uint_as_float(__float_as_uint(a) & 0x7F800000u), 1.0f);
         // 2^14 + r * 2^-9: the last byte of this float is the random byte.
         const u32 byte = permute_bytes(k < 4 ? random_low : random_high, 0x46800000u, 0x7650 + (k & 3));
@@ -165,8 +160,26 @@ DEVICE u32 encode_stochastic(const Eight& eight, float m, u32 random_low, u32 ra
     u32 word = (permute_bytes(z[0], z[4], 0x7632) >> 6) & 0x00070007u;
     word |= (permute_bytes(z[1], z[5], 0x7632) >> 2) & 0x00700070u;
     word |= (permute_bytes(z[2], z[6], 0x7632) << 2) & 0x07000700u;
-    word |= (permute_bytes(z[3], z[7], 0x7632) << 6) & 0x70007000u;
-    return eight.with_signs(word);
+    return word | ((permute_bytes(z[3], z[7], 0x7632) << 6) & 0x70007000u);
+}
+
+template <bool SATURATE, class Eight>
+DEVICE Codes encode_nearest(const Block<Eight>& block, float m) {
+    float low[8], high[8];
+    Eight::unpack(block.low_magnitudes, low);
+    Eight::unpack(block.high_magnitudes, high);
+    return {block.low.with_signs(nearest_codes<SATURATE>(low, m)), block.high.with_signs(nearest_codes<SATURATE>(high, m))};
+}
+
+// `position` is where the block's random bytes are found.
+template <class Eight>
+DEVICE Codes encode_stochastic(const Block<Eight>& block, float m, const RandomStream& random, u64 position) {
+    const RandomBlock r = random_block(random, position);
+    float low[8], high[8];
+    Eight::unpack(block.low_magnitudes, low);
+    Eight::unpack(block.high_magnitudes, high);
+    return {block.low.with_signs(stochastic_codes(low, m, r.words[0], r.words[1])),
+            block.high.with_signs(stochastic_codes(high, m, r.words[2], r.words[3]))};
 }
 
 // Codes and scale byte of one block.
@@ -175,41 +188,31 @@ struct Quantized {
     u32 scale;
 };
 
-// Any block. `position` is where its random bytes are found; `factor` undoes that of the scaling.
+// Any block. `factor` undoes that of the scaling; `position` is where the random bytes are found.
 template <bool STOCHASTIC, class Eight>
-DEVICE Quantized quantize_any(const Eight& low, const Eight& high, const Scaling& scaling, float factor,
-                              const RandomStream& random, u64 position) {
-    const u32 amax = block_amax_bits(low, high);
-    const u32 scale = scale_byte(amax, __fmul_rn(__uint_as_float(amax), __fmul_rn(scaling.block, factor)));
-    if (scale == E4M3_NAN) return {{0, 0}, scale};
+DEVICE Quantized quantize_any(const Block<Eight>& block, const Scaling& scaling, float factor, const RandomStream& random,
+                              u64 position) {
+    const u32 amax = block.amax_bits();
+    if (amax >= 0x7F800000u) return {{0, 0}, E4M3_NAN};
+    const u32 scale = float_to_e4m3(__fmul_rn(__uint_as_float(amax), __fmul_rn(scaling.exact_block, factor)));
     const float m = __fmul_rn(scaling.multipliers[scale], factor);
-    if constexpr (STOCHASTIC) {
-        const RandomBlock r = random_block(random, position);
-        return {{encode_stochastic(low, m, r.words[0], r.words[1]), encode_stochastic(high, m, r.words[2], r.words[3])},
-                scale};
-    } else {
-        return {{encode_nearest<true>(low, m), encode_nearest<true>(high, m)}, scale};
-    }
+    if constexpr (STOCHASTIC)
+        return {encode_stochastic(block, m, random, position), scale};
+    else
+        return {encode_nearest<true>(block, m), scale};
 }
 
-// One block by the short way, if it may take it; else by `rare`, which is kept out of line.
-template <bool STOCHASTIC, bool TRANSFORMED, class Eight, class Rare>
-DEVICE Quantized quantize(const Eight& low, const Eight& high, const Scaling& scaling, const RandomStream& random,
-                          u64 position, Rare rare) {
-    const u32 amax = block_amax_bits(low, high);
-    const float relative = scaling.relative(amax);
-    if (!is_usual<STOCHASTIC, TRANSFORMED>(amax, relative)) return rare();
-    if constexpr (STOCHASTIC) {
-        const u32 scale = TRANSFORMED ? float_to_e4m3(relative) : scale_byte(amax, relative);
-        const float m = scaling.multipliers[scale];
-        const RandomBlock r = random_block(random, position);
-        const u32 keep = TRANSFORMED || scale != E4M3_NAN ? ~0u : 0u;
-        return {{encode_stochastic(low, m, r.words[0], r.words[1]) & keep,
-                 encode_stochastic(high, m, r.words[2], r.words[3]) & keep},
-                scale};
-    } else {
-        const u32 scale = float_to_e4m3(relative);
-        const float m = scaling.multipliers[scale];
-        return {{encode_nearest<false>(low, m), encode_nearest<false>(high, m)}, scale};
-    }
+// One block by the short way. False if it may not take it; nothing is written then.
+template <bool STOCHASTIC, class Eight>
+DEVICE bool quantize_usual(const Block<Eight>& block, const Scaling& scaling, const RandomStream& random, u64 position,
+                           Quantized& q) {
+    const float relative = __fmul_rn(__uint_as_float(block.amax_bits()), scaling.block);
+    if (!is_usual<STOCHASTIC>(relative)) return false;
+    q.scale = float_to_e4m3(relative);
+    const float m = scaling.multipliers[q.scale];
+    if constexpr (STOCHASTIC)
+        q.codes = encode_stochastic(block, m, random, position);
+    else
+        q.codes = encode_nearest<false>(block, m);
+    return true;
 }

@@ -64,15 +64,15 @@ static __device__ __noinline__ Amaxes finite_amaxes(const u16* x, u64 cols, u32 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 group_hadamard_amax(const u16* __restrict__ x, u64 cols, const Groups groups, u32 sign_mask, u32* amax,
                     u32* amax_rht) {
-    Tile tile;
-    if (!find_tile(groups, blockIdx.x, tile) || tile.expert == groups.experts) return;
+    const Tile tile = load_tile(groups);
+    if (tile.expert >= groups.experts) return;
     const u32 vectors = (u32)(cols / VECTOR);
     const u32 token_blocks = (tile.rows + BLOCK - 1) / BLOCK;
     Amaxes all{0, 0.0f};
 #pragma unroll 1
     for (u32 i = 0; i < UNITS; i++) {
         // Neighbouring threads take neighbouring columns.
-        const u64 unit = ((u64)blockIdx.y * UNITS + i) * THREADS + threadIdx.x;
+        const u64 unit = ((u64)blockIdx.x * UNITS + i) * THREADS + threadIdx.x;
         const u32 token_block = (u32)(unit / vectors), vector = (u32)(unit % vectors);
         if (token_block >= token_blocks) break;
         const u16* const from = x + (tile.row + token_block * BLOCK) * cols + vector * VECTOR;

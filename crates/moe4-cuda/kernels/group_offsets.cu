@@ -1,6 +1,6 @@
 // Where each expert's rows, token positions and tiles begin, from splits in device memory.
 //
-// One thread block; see groups.cuh for the three arrays. Splits that are negative or need more rows than there are leave
+// One thread block; see groups.cuh for the arrays. Splits that are negative or need more rows than there are leave
 // a fault and count as zero rows for every expert, so that nothing behind them reads out of bounds.
 #include "fault.cuh"
 #include "groups.cuh"
@@ -27,9 +27,22 @@ DEVICE u64 prefix_sum(u64 value, u64* warp_sums, u64& total) {
     return before + value;
 }
 
+// The expert whose tiles hold number `index`: first[e] <= index < first[e + 1], for e in 0..=experts.
+DEVICE u32 find_expert(const u32* first, u32 experts, u32 index) {
+    u32 low = 0, high = experts;
+    while (low < high) {
+        const u32 middle = (low + high + 1) / 2;
+        if (first[middle] <= index)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
-group_offsets(const long long* splits, u32 experts, u64 rows, u64 padded_rows, u64* offsets, u64* padded, u32* tiles,
-              Fault* faults) {
+group_offsets(const long long* splits, u32 experts, u64 rows, u64 padded_rows, u64* offsets, u64* padded, u32* first_tiles,
+              Tile* tiles, u32 most_tiles, Fault* faults) {
     __shared__ u64 warp_sums[THREADS / 32];
     __shared__ u32 bad;
     if (threadIdx.x == 0) bad = 0;
@@ -39,12 +52,13 @@ group_offsets(const long long* splits, u32 experts, u64 rows, u64 padded_rows, u
         const u32 e = first + threadIdx.x;
         const long long split = e < experts ? splits[e] : 0;
         // Each split is compared by itself before the sum is, so that the sum cannot wrap around.
-        if (split < 0 || (u64)split > rows) {
+        const bool fits = split >= 0 && (u64)split <= rows;
+        if (!fits) {
             report(faults, FAULT_SPLIT, e);
             bad = 1;
         }
         u64 sum;
-        prefix_sum(split < 0 || (u64)split > rows ? 0 : split, warp_sums, sum);
+        prefix_sum(fits ? split : 0, warp_sums, sum);
         total += sum;
     }
     if (threadIdx.x == 0 && total > rows) {
@@ -64,14 +78,27 @@ group_offsets(const long long* splits, u32 experts, u64 rows, u64 padded_rows, u
         if (e < experts) {
             offsets[e] = row_end - split;
             padded[e] = position_end - positions;
-            tiles[e] = (u32)(tile_end - count);
+            first_tiles[e] = (u32)(tile_end - count);
         }
         row += rows_here, position += positions_here, tile += tiles_here;
     }
+    const u64 rest = max(rows - row, padded_rows - position);
+    const u32 end = (u32)(tile + (rest + TILE_ROWS - 1) / TILE_ROWS);
     if (threadIdx.x == 0) {
-        const u64 rest = max(rows - row, padded_rows - position);
         offsets[experts] = row, offsets[experts + 1] = rows;
         padded[experts] = position, padded[experts + 1] = padded_rows;
-        tiles[experts] = (u32)tile, tiles[experts + 1] = (u32)(tile + (rest + TILE_ROWS - 1) / TILE_ROWS);
+        first_tiles[experts] = (u32)tile;
+    }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < most_tiles; i += THREADS) {
+        Tile t{0, 0, 0, NO_TILE, 0, 0};
+        if (i < end) {
+            const u32 e = find_expert(first_tiles, experts, i);
+            const u64 token = (u64)(i - first_tiles[e]) * TILE_ROWS;
+            const u64 owned = offsets[e + 1] - offsets[e], positions = padded[e + 1] - padded[e];
+            const auto left = [token](u64 count) { return (u16)(count > token ? min(count - token, (u64)TILE_ROWS) : 0); };
+            t = {offsets[e] + token, padded[e] + token, token, e, left(owned), left(positions)};
+        }
+        tiles[i] = t;
     }
 }

@@ -81,23 +81,17 @@ struct GlobalScale {
     float block;   // S_enc * fl(1/6): a block's amax times this is its scale before rounding
     float decode;  // S_dec = 1 / S_enc
 
-    // One true division each; multiplying by a reciprocal changes bytes.
+    // True divisions; multiplying by an approximate reciprocal changes bytes.
     DEVICE GlobalScale from_amax(float amax) {
         const float encode = amax == 0.0f ? 1.0f : fminf(__fdiv_rn(2688.0f, amax), FLOAT_MAX);
-        return {__fmul_rn(encode, 1.0f / 6.0f), __fdiv_rn(1.0f, encode)};
+        return {__fmul_rn(encode, 1.0f / 6.0f), __frcp_rn(encode)};
     }
 
     // What the elements of a block with this scale byte are multiplied by.
     __device__ __forceinline__ float multiplier(u32 scale) const {
-        return fminf(__fdiv_rn(1.0f, __fmul_rn(e4m3_to_float(scale), decode)), FLOAT_MAX);
+        return fminf(__frcp_rn(__fmul_rn(e4m3_to_float(scale), decode)), FLOAT_MAX);
     }
 };
-
-// A block's scale byte. `amax` is the largest magnitude of the block, not finite if any element is not: then 0x7F.
-DEVICE u32 block_scale(float amax, float block) {
-    // `amax * 0` is NaN exactly if `amax` is not finite; otherwise it adds nothing.
-    return float_to_e4m3(__fmaf_rn(amax, 0.0f, __fmul_rn(amax, block)));
-}
 
 // Philox4x32-10. The round keys depend on the seed alone and are computed once for a launch, on the host.
 struct RandomStream {

@@ -47,11 +47,36 @@ DEVICE void store_unpacked(u16* unpacked, u64 block, Codes c, u32 scale) {
     out[1] = make_uint4(d.x, d.y, e.x, e.y);
 }
 
-// Block `block` of `blocks` in a row.
+// A place in the operand: block `block` of `blocks` in row `row`. Plain operands are walked by adding to addresses.
 template <bool IN_TILES, bool WITH_VALUES>
-DEVICE void store(const Out& out, u64 row, u64 block, u64 blocks, const Quantized& q) {
-    const u64 number = row * blocks + block;
-    reinterpret_cast<uint2*>(out.codes)[number] = make_uint2(q.codes.low, q.codes.high);
-    out.scales[scale_index<IN_TILES>(row, block, blocks)] = q.scale;
-    if (WITH_VALUES) store_unpacked(out.unpacked, number, q.codes, q.scale);
-}
+struct Cursor {
+    uint2* codes;
+    u8* scales;
+    u64 number, row, block, blocks;
+    u16* unpacked;
+
+    __device__ __forceinline__ Cursor(const Out& out, u64 row, u64 block, u64 blocks)
+        : codes(reinterpret_cast<uint2*>(out.codes) + row * blocks + block),
+          scales(IN_TILES ? out.scales : out.scales + row * blocks + block),
+          number(row * blocks + block),
+          row(row),
+          block(block),
+          blocks(blocks),
+          unpacked(out.unpacked) {}
+
+    __device__ __forceinline__ void store(const Quantized& q) const {
+        *codes = make_uint2(q.codes.low, q.codes.high);
+        if constexpr (IN_TILES)
+            scales[scale_index<true>(row, block, blocks)] = q.scale;
+        else
+            *scales = q.scale;
+        if constexpr (WITH_VALUES) store_unpacked(unpacked, number, q.codes, q.scale);
+    }
+
+    // To the same block of a row further down.
+    __device__ __forceinline__ void advance(u32 rows) {
+        const u64 step = rows * blocks;
+        codes += step, number += step, row += rows;
+        if constexpr (!IN_TILES) scales += step;
+    }
+};

@@ -13,16 +13,16 @@
 constexpr u32 THREADS = 256;
 constexpr u32 TILES = THREADS / 8;  // of a thread block, side by side
 
-// Any tile: with the rounding that the short way leaves out.
+// With the saturation that the short way leaves out.
 static __device__ __noinline__ Codes encode_rare(Neighbours low, Neighbours high, float m) {
-    return {encode_nearest<true>(low, m), encode_nearest<true>(high, m)};
+    return encode_nearest<true>(Block<Neighbours>(low, high), m);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 quantize_weights(const u16* __restrict__ w, u64 stride, u32 n, u32 k, const float* __restrict__ amax, Out out) {
     const u32 expert = blockIdx.z, blocks = k / BLOCK;
-    __shared__ Multipliers multipliers;
-    const Scaling scaling = multipliers.fill(amax[expert], false);
+    __shared__ Scaling scaling;
+    if (threadIdx.x < 128) scaling.fill(threadIdx.x, amax[expert], false);
     __syncthreads();
     const u32 lane = threadIdx.x % 32, block = blockIdx.x * TILES + threadIdx.x / 32 * 4 + lane % 4;
     const u32 first_row = blockIdx.y * BLOCK + lane / 4 * 2;
@@ -34,23 +34,23 @@ quantize_weights(const u16* __restrict__ w, u64 stride, u32 n, u32 k, const floa
         const uint4* const from = reinterpret_cast<const uint4*>(w + expert * stride + (u64)(first_row + i) * k + block * BLOCK);
         const uint4 a = live ? __ldcs(from) : make_uint4(0, 0, 0, 0), b = live ? __ldcs(from + 1) : make_uint4(0, 0, 0, 0);
         low[i] = {{a.x, a.y, a.z, a.w}}, high[i] = {{b.x, b.y, b.z, b.w}};
-        largest = max(largest, block_amax_bits(low[i], high[i]));
+        largest = max(largest, Block<Neighbours>(low[i], high[i]).amax_bits());
     }
     // Over the eight threads of a tile, which are four lanes apart.
 #pragma unroll
     for (u32 step = 4; step < 32; step *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
     if (!live) return;
-    const float relative = scaling.relative(largest);
-    const u32 scale = scale_byte(largest, relative);
+    const float relative = __fmul_rn(__uint_as_float(largest), scaling.block);
+    const bool finite = largest < 0x7F800000u, usual = is_usual<false>(relative);
+    const u32 scale = finite ? float_to_e4m3(relative) : E4M3_NAN;
     const float m = scaling.multipliers[scale];
-    const bool usual = is_usual<false, false>(largest, relative);
 #pragma unroll
     for (u32 i = 0; i < 2; i++) {
         Codes codes{0, 0};
         if (usual)
-            codes = {encode_nearest<false>(low[i], m), encode_nearest<false>(high[i], m)};
-        else if (scale != E4M3_NAN)
+            codes = encode_nearest<false>(Block<Neighbours>(low[i], high[i]), m);
+        else if (finite)
             codes = encode_rare(low[i], high[i], m);
-        store<false, UNPACKED>(out, (u64)expert * n + first_row + i, block, blocks, {codes, scale});
+        Cursor<false, UNPACKED>(out, (u64)expert * n + first_row + i, block, blocks).store({codes, scale});
     }
 }

@@ -6,6 +6,7 @@
 // Columnwise, a warp reads one word each of eight groups of 16 rows and four neighbouring words: each group is shifted by
 // four words.
 #pragma once
+#include "encode.cuh"
 #include "groups.cuh"
 
 constexpr u32 THREADS = 256;
@@ -14,7 +15,7 @@ constexpr u32 TOKEN_BLOCKS = TILE_ROWS / BLOCK;
 constexpr u32 COLUMN_BLOCKS = TILE_COLS / BLOCK;
 constexpr u32 ROW_WORDS = TILE_COLS / 2;
 constexpr u32 ROW_CHUNKS = ROW_WORDS / 4;
-constexpr u32 SHARED_WORDS = TILE_ROWS * ROW_WORDS + TOKEN_BLOCKS * 4;
+constexpr u32 SHARED_CHUNKS = TILE_ROWS * ROW_CHUNKS + TOKEN_BLOCKS;
 
 // In chunks.
 DEVICE u32 chunk_index(u32 row, u32 chunk) { return row * ROW_CHUNKS + row / BLOCK + (chunk ^ chunk / (ROW_CHUNKS / 2)); }
@@ -22,29 +23,38 @@ DEVICE u32 chunk_index(u32 row, u32 chunk) { return row * ROW_CHUNKS + row / BLO
 // In words: the first token of a group of 16, for a pair of columns.
 DEVICE u32 column_index(u32 token_block, u32 pair) { return chunk_index(token_block * BLOCK, pair / 4) * 4 + pair % 4; }
 
+DEVICE void copy_chunk(u32 to, const uint4* from, u32 bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
 // Starts copying `rows` rows of `chunks` chunks that lie `stride` chunks apart; zeros fill up the last 16 rows.
 DEVICE void copy_tile(uint4* shared, const uint4* from, u64 stride, u32 rows, u32 chunks) {
     static_assert(THREADS == BLOCK * ROW_CHUNKS, "a thread copies the same chunk of one row of each group of 16");
+    constexpr u32 STEP = (BLOCK * ROW_CHUNKS + 1) * sizeof(uint4);  // 16 rows further in shared memory
     const u32 chunk = threadIdx.x % ROW_CHUNKS, row = threadIdx.x / ROW_CHUNKS;
-    u32 to = (u32)__cvta_generic_to_shared(shared + chunk_index(row, chunk));
+    const u32 to = (u32)__cvta_generic_to_shared(shared + chunk_index(row, chunk));
     const uint4* at = from + row * stride + chunk;
+    if (rows == TILE_ROWS && chunks == ROW_CHUNKS) {
 #pragma unroll
-    for (u32 i = 0; i < TOKEN_BLOCKS; i++) {
-        // Nothing is read of a row past the end, whose address may not exist.
-        const bool live = row + i * BLOCK < rows;
-        if (chunk < chunks && i * BLOCK < rows)
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(live ? at : from), "r"(live ? 16 : 0)
-                         : "memory");
-        to += (chunk_index(BLOCK, 0) - chunk_index(0, 0)) * sizeof(uint4);
-        at += BLOCK * stride;
+        for (u32 i = 0; i < TOKEN_BLOCKS; i++, at += BLOCK * stride) copy_chunk(to + i * STEP, at, sizeof(uint4));
+    } else if (chunk < chunks) {
+#pragma unroll 1
+        for (u32 i = 0; i * BLOCK < rows; i++, at += BLOCK * stride) {
+            // Nothing is read of a row past the end, whose address may not exist.
+            const bool live = row + i * BLOCK < rows;
+            copy_chunk(to + i * STEP, live ? at : from, live ? sizeof(uint4) : 0);
+        }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// The tile is there for all threads, and so is what they wrote to shared memory before.
-DEVICE void wait_for_tile() {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-    __syncthreads();
+// All copies that this thread started are done. Other threads see them behind a barrier.
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+// A block of a row, in two chunks.
+DEVICE Block<Neighbours> load_row_block(const uint4* first, const uint4* second) {
+    const uint4 a = *first, b = *second;
+    return Block<Neighbours>({{a.x, a.y, a.z, a.w}}, {{b.x, b.y, b.z, b.w}});
 }
 
 // Sixteen tokens of two neighbouring columns.

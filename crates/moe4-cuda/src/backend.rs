@@ -125,8 +125,9 @@ impl Cuda {
         // The rules for splits are those of the host's groups.
         let zeros: Vec<i64> = Groups::new(&vec![0; experts], rows)?.splits().map(|s| s as i64).collect();
         let extent = GroupsExtent::for_any_splits(experts, rows);
-        let arrays = self.on(DeviceBytes::new(&self.stream, extent.array_len() * size_of::<u64>()))?;
-        let mut groups = DeviceGroups::new(DeviceBuffer::new(arrays, extent.array_len()), extent);
+        let [.., len] = extent.layout();
+        let arrays = self.on(DeviceBytes::new(&self.stream, len * size_of::<u64>()))?;
+        let mut groups = DeviceGroups::new(DeviceBuffer::new(arrays, len), extent);
         let zeros = self.upload_plain(&zeros)?;
         self.compute_groups(zeros.view(), &mut groups)?;
         Ok(groups)

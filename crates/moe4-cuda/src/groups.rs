@@ -1,6 +1,6 @@
 //! Rows of each expert in device memory, where kernels read them and the host does not.
 //!
-//! Three arrays of `E + 2` entries in one buffer; `kernels/groups.cuh` says what they hold. The host knows the number of
+//! Offsets, padded offsets and a list of tiles in one buffer; `kernels/groups.cuh` says what they hold. The host knows the number of
 //! experts, the rows of the tensor, and for how many token positions columnwise operands are allocated. From these follows
 //! the largest number of tiles that any splits can need, which is what is launched.
 #![forbid(unsafe_code)]
@@ -38,9 +38,13 @@ impl GroupsExtent {
         Self { experts, rows, padded_rows: (rows + padding).next_multiple_of(BLOCK) }
     }
 
-    /// Elements of `u64` that the arrays take; tiles are half as large.
-    pub(crate) fn array_len(self) -> usize {
-        2 * (self.experts + 2) + (self.experts + 2).div_ceil(2)
+    /// Where the parts of the buffer begin, in elements of `u64`: offsets, padded offsets, the first tile of each expert
+    /// (half as large; scratch of `group_offsets`), tiles; and its length.
+    pub(crate) fn layout(self) -> [usize; 5] {
+        let (array, scratch) = (self.experts + 2, (self.experts + 2).div_ceil(2));
+        // Tiles are read in words of 16 bytes.
+        let tiles = (2 * array + scratch).next_multiple_of(2);
+        [0, array, 2 * array, tiles, tiles + self.most_tiles() * TILE_LEN]
     }
 
     /// Tiles that any splits need at most, those of nobody's rows included.
@@ -48,6 +52,11 @@ impl GroupsExtent {
         self.rows.max(self.padded_rows) / TILE_ROWS + self.experts.min(self.rows) + 2
     }
 }
+
+/// Elements of `u64` of a tile in the list.
+const TILE_LEN: usize = 4;
+/// The expert of an entry that no tile needs.
+const NO_TILE: u64 = u32::MAX as u64;
 
 /// `Groups` of `kernels/groups.cuh`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -57,20 +66,7 @@ pub(crate) struct GroupsArgument {
     pub(crate) padded: u64,
     pub(crate) tiles: u64,
     pub(crate) experts: u32,
-    unused: u32,
-}
-
-impl GroupsArgument {
-    pub(crate) fn at(address: u64, extent: GroupsExtent) -> Self {
-        let array = ((extent.experts + 2) * size_of::<u64>()) as u64;
-        Self {
-            offsets: address,
-            padded: address + array,
-            tiles: address + 2 * array,
-            experts: extent.experts as u32,
-            unused: 0,
-        }
-    }
+    pub(crate) most_tiles: u32,
 }
 
 impl DeviceGroups {
@@ -78,17 +74,28 @@ impl DeviceGroups {
         Self { arrays: Arc::new(arrays), extent }
     }
 
+    /// Addresses of the parts of the buffer.
+    pub(crate) fn parts(&self) -> [u64; 4] {
+        let [offsets, padded, first_tiles, tiles, _] = self.extent.layout();
+        let address = self.arrays.view().address();
+        [offsets, padded, first_tiles, tiles].map(|at| address + (at * size_of::<u64>()) as u64)
+    }
+
     pub(crate) fn argument(&self) -> GroupsArgument {
-        GroupsArgument::at(self.arrays.view().address(), self.extent)
+        let [offsets, padded, _, tiles] = self.parts();
+        let (experts, most_tiles) = (self.extent.experts as u32, self.extent.most_tiles() as u32);
+        GroupsArgument { offsets, padded, tiles, experts, most_tiles }
+    }
+
+    /// A grid with `x` thread blocks for each tile.
+    pub(crate) fn grid(&self, x: u32) -> [u32; 3] {
+        const LIMIT: u32 = 65535;
+        let tiles = self.extent.most_tiles() as u32;
+        [x, tiles.min(LIMIT), tiles.div_ceil(LIMIT)]
     }
 
     pub(crate) fn extent(&self) -> GroupsExtent {
         self.extent
-    }
-
-    /// Thread blocks along the rows.
-    pub(crate) fn most_tiles(&self) -> u32 {
-        self.extent.most_tiles() as u32
     }
 }
 
@@ -104,22 +111,36 @@ impl Extent for DeviceGroups {
     }
 }
 
-/// The three arrays for splits that the host knows, as `group_offsets` computes them on the device.
+/// The buffer's contents for splits that the host knows, as `group_offsets` computes them on the device.
 pub(crate) fn host_arrays(groups: &Groups) -> (GroupsExtent, Vec<u64>) {
     let experts = groups.experts();
     let extent = GroupsExtent { experts, rows: groups.rows(), padded_rows: groups.padded_rows() };
-    let starts = |end: fn(&Groups, usize) -> usize| (0..experts).map(move |e| end(groups, e) as u64);
-    let mut arrays: Vec<u64> = starts(|g, e| g.range(e).start).collect();
-    arrays.extend([groups.live_rows() as u64, groups.rows() as u64]);
-    arrays.extend(starts(|g, e| g.padded_range(e).start));
-    arrays.extend([groups.padded_rows() as u64; 2]);
-    let mut tiles = vec![0u32];
-    let nobody = groups.rows() - groups.live_rows();
-    for rows in groups.splits().chain([nobody]) {
-        tiles.push(tiles[tiles.len() - 1] + rows.div_ceil(TILE_ROWS) as u32);
+    let [_, padded, first_tiles, tiles, len] = extent.layout();
+    let mut arrays = vec![0; len];
+    for e in 0..experts {
+        arrays[e] = groups.range(e).start as u64;
+        arrays[padded + e] = groups.padded_range(e).start as u64;
     }
-    tiles.resize(tiles.len().next_multiple_of(2), 0);
-    arrays.extend(tiles.chunks_exact(2).map(|pair| u64::from(pair[0]) | u64::from(pair[1]) << 32));
+    arrays[experts..experts + 2].copy_from_slice(&[groups.live_rows() as u64, groups.rows() as u64]);
+    arrays[padded + experts..first_tiles].fill(groups.padded_rows() as u64);
+    let mut list = arrays[tiles..].chunks_exact_mut(TILE_LEN);
+    for e in 0..=experts {
+        // Behind the last expert come the rows of nobody.
+        let (rows, positions) = if e < experts {
+            (groups.range(e), groups.padded_range(e))
+        } else {
+            (groups.live_rows()..groups.rows(), groups.padded_rows()..groups.padded_rows())
+        };
+        for token in (0..rows.len()).step_by(TILE_ROWS) {
+            let left = |count: usize| count.saturating_sub(token).min(TILE_ROWS) as u64;
+            let sizes = left(rows.len()) | left(positions.len()) << 16;
+            let entry = [rows.start + token, positions.start + token, token].map(|v| v as u64);
+            let tile = list.next().expect("the bound holds");
+            tile[..3].copy_from_slice(&entry);
+            tile[3] = e as u64 | sizes << 32;
+        }
+    }
+    list.for_each(|tile| tile[3] = NO_TILE);
     (extent, arrays)
 }
 
@@ -132,12 +153,27 @@ mod tests {
         let groups = Groups::new(&[130, 0, 5], 300).unwrap();
         let (extent, arrays) = host_arrays(&groups);
         assert_eq!(extent, GroupsExtent { experts: 3, rows: 300, padded_rows: 144 + 16 });
-        assert_eq!(arrays.len(), extent.array_len());
+        let [_, padded, _, tiles, len] = extent.layout();
+        assert_eq!((arrays.len(), tiles % 2), (len, 0));
         assert_eq!(arrays[..5], [0, 130, 130, 135, 300]);
-        assert_eq!(arrays[5..10], [0, 144, 144, 160, 160]);
-        let tiles: Vec<u32> = arrays[10..].iter().flat_map(|&v| [v as u32, (v >> 32) as u32]).collect();
-        assert_eq!(tiles, [0, 2, 2, 3, 5, 0]);
-        assert!(tiles[4] as usize <= extent.most_tiles());
+        assert_eq!(arrays[padded..padded + 5], [0, 144, 144, 160, 160]);
+        let tile = |i: usize| {
+            let v = &arrays[tiles + i * TILE_LEN..][..TILE_LEN];
+            (v[0], v[1], v[2], v[3] as u32, v[3] >> 32 & 0xFFFF, v[3] >> 48)
+        };
+        let expected = [
+            (0, 0, 0, 0, 128, 128),
+            (128, 128, 128, 0, 2, 16),
+            (130, 144, 0, 2, 5, 16),
+            (135, 160, 0, 3, 128, 0),
+            (263, 288, 128, 3, 37, 0),
+        ];
+        for (i, expected) in expected.into_iter().enumerate() {
+            assert_eq!(tile(i), expected, "tile {i}");
+        }
+        for unused in expected.len()..extent.most_tiles() {
+            assert_eq!(tile(unused).3, u32::MAX);
+        }
     }
 
     #[test]

@@ -9,11 +9,19 @@ use std::sync::Arc;
 
 use super::device::Device;
 
-/// Thread blocks in each dimension, and threads of a block.
+/// Thread blocks in each dimension, threads of a block, and bytes of shared memory that a block gets at launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Grid {
     pub(crate) blocks: [u32; 3],
     pub(crate) threads: u32,
+    pub(crate) shared: u32,
+}
+
+impl Grid {
+    /// Without shared memory at launch.
+    pub(crate) fn new(blocks: [u32; 3], threads: u32) -> Self {
+        Self { blocks, threads, shared: 0 }
+    }
 }
 
 /// A kernel in a context.
@@ -41,6 +49,7 @@ impl Kernel {
         let module = Handle(unsafe { raw::load_module(cubin) }.map_err(|e| e.of(name.clone()))?);
         let entry = CString::new(entry).expect("kernels have plain names");
         let function = raw::function(module.0, &entry).map_err(|e| e.of(name.clone()))?;
+        raw::allow_shared_memory(function, device.facts().shared_memory).map_err(|e| e.of(name.clone()))?;
         Ok(Self { name, function: Handle(function), module, device: device.clone() })
     }
 
@@ -60,10 +69,9 @@ impl Kernel {
         }
         let mut pointers = arguments.pointers;
         // SAFETY: as required.
-        unsafe { raw::launch(self.function.0, grid.blocks, grid.threads, stream.bound()?, &mut pointers) }
-            .map_err(|e| {
-                e.of(format!("{} on {:?} blocks of {} threads", self.name, grid.blocks, grid.threads))
-            })
+        unsafe { raw::launch(self.function.0, grid, stream.bound()?, &mut pointers) }.map_err(|e| {
+            e.of(format!("{} on {:?} blocks of {} threads", self.name, grid.blocks, grid.threads))
+        })
     }
 }
 

@@ -37,7 +37,7 @@ pub(crate) fn dequantize(cuda: &Cuda, pass: Dequantize<'_, DeviceMemory>) -> Res
         .with(&k)
         .with(&groups_argument)
         .with(&out);
-    let grid = Grid { blocks: [groups.most_tiles(), shares, 1], threads: THREADS };
+    let grid = Grid::new(groups.grid(shares), THREADS);
     // SAFETY: `check` compared lengths with shapes.
     cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })
 }

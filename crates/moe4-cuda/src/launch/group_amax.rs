@@ -19,10 +19,7 @@ pub(crate) fn group_amax(cuda: &Cuda, pass: GroupAmax<'_, DeviceMemory>) -> Resu
     let x = aligned("group_amax", "x", x.address(), 2)?;
     let (cols, groups_argument, amax) = (cols as u64, groups.argument(), amax.address());
     let arguments = Arguments::new().with(&x).with(&cols).with(&groups_argument).with(&amax);
-    let grid = Grid {
-        blocks: [groups.most_tiles(), blocks(TILE_ROWS * cols as usize, CHUNK, 65535), 1],
-        threads: THREADS,
-    };
+    let grid = Grid::new(groups.grid(blocks(TILE_ROWS * cols as usize, CHUNK, 65535)), THREADS);
     // SAFETY: `check` compared lengths with shapes; the kernel reads rows of experts only.
     cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })
 }

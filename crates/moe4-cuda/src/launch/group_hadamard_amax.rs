@@ -35,8 +35,7 @@ pub(crate) fn group_hadamard_amax(
     let (mask, amax, amax_rht) = (u32::from(sign_mask.0), amax.address(), amax_rht.address());
     let arguments =
         Arguments::new().with(&x).with(&cols).with(&groups_argument).with(&mask).with(&amax).with(&amax_rht);
-    let grid =
-        Grid { blocks: [groups.most_tiles(), blocks(vectors, VECTORS, u32::MAX), 1], threads: THREADS };
+    let grid = Grid::new(groups.grid(blocks(vectors, VECTORS, u32::MAX)), THREADS);
     // SAFETY: `check` compared lengths with shapes; the kernel reads rows of experts only.
     cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })
 }

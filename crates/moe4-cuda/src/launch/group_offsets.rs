@@ -26,19 +26,22 @@ pub(crate) fn group_offsets(
         .into());
     }
     let kernel = cuda.kernel(&plain("group_offsets"))?;
-    let out = groups.argument();
+    let [offsets, padded, first_tiles, tiles] = groups.parts();
+    let (experts, most_tiles) = (extent.experts as u32, extent.most_tiles() as u32);
     let (splits, faults) = (splits.address(), cuda.faults_address());
     let (rows, padded_rows) = (extent.rows as u64, extent.padded_rows as u64);
     let arguments = Arguments::new()
         .with(&splits)
-        .with(&out.experts)
+        .with(&experts)
         .with(&rows)
         .with(&padded_rows)
-        .with(&out.offsets)
-        .with(&out.padded)
-        .with(&out.tiles)
+        .with(&offsets)
+        .with(&padded)
+        .with(&first_tiles)
+        .with(&tiles)
+        .with(&most_tiles)
         .with(&faults);
-    // SAFETY: splits have an entry for each expert, and the arrays two more; the kernel writes tiles as u32, for which
-    // half the bytes are there.
-    cuda.on(unsafe { kernel.launch(cuda.stream(), Grid { blocks: [1; 3], threads: THREADS }, arguments) })
+    // SAFETY: splits have an entry for each expert, and the parts of the groups' buffer are as large as the kernel takes
+    // them to be.
+    cuda.on(unsafe { kernel.launch(cuda.stream(), Grid::new([1; 3], THREADS), arguments) })
 }

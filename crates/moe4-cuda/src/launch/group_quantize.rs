@@ -14,7 +14,9 @@ use moe4::numerics::rounding::{RandomStream, Rounding};
 use moe4::tensor::ScaleLayout;
 
 /// Blocks of 16 columns of a tile; `COLUMN_BLOCKS` of the kernel.
-const TILE_BLOCKS: usize = 8;
+const TILE_BLOCKS: u32 = 8;
+/// Two tiles in shared memory; `SHARED_CHUNKS` of the kernel.
+const SHARED_BYTES: u32 = 2 * (128 * 16 + 8) * 16;
 
 /// What is compiled for one copy.
 #[derive(Clone, Copy, Debug, Default)]
@@ -101,7 +103,6 @@ pub(crate) fn group_quantize(cuda: &Cuda, pass: GroupQuantize<'_, DeviceMemory>)
     let kernel = cuda.kernel(&variant(row, col, rht))?;
     let (row, col) = (CopyArgument::new(cuda, &rowwise)?, CopyArgument::new(cuda, &columnwise)?);
     let x = aligned("group_quantize", "x", x.address(), 16)?;
-    let tiles = cols.div_ceil(BLOCK * TILE_BLOCKS) as u32;
     let (cols, k) = (narrow("columns", cols)?, groups.extent().padded_rows as u64);
     let (groups_argument, mask) = (groups.argument(), rht.map_or(0, |mask| u32::from(mask.0)));
     let arguments = Arguments::new()
@@ -112,12 +113,12 @@ pub(crate) fn group_quantize(cuda: &Cuda, pass: GroupQuantize<'_, DeviceMemory>)
         .with(&mask)
         .with(&row)
         .with(&col);
-    let rows_of_tiles = groups.most_tiles();
-    // A thread block that takes several tiles of its rows computes their scaling once; but all multiprocessors must be
-    // busy, several times over for an even end.
-    let wanted = 16 * cuda.device().facts().multiprocessors;
-    let shares = wanted.div_ceil(rows_of_tiles).clamp(tiles.div_ceil(8), tiles);
-    let grid = Grid { blocks: [rows_of_tiles, shares, 1], threads: THREADS };
+    // A thread block that takes several tiles of its rows copies one while it works on another, and computes their scaling
+    // once; but all multiprocessors must be busy, several times over for an even end.
+    let tiles = cols.div_ceil(BLOCK as u32 * TILE_BLOCKS);
+    let wanted = 12 * cuda.device().facts().multiprocessors;
+    let shares = wanted.div_ceil(groups.extent().most_tiles() as u32).clamp(tiles.div_ceil(4), tiles);
+    let grid = Grid { shared: SHARED_BYTES, ..Grid::new(groups.grid(shares), THREADS) };
     // SAFETY: `check` compared lengths with shapes. The kernel reads rows of experts, and writes all rows and positions.
     cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })
 }

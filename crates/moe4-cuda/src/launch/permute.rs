@@ -37,8 +37,7 @@ pub(crate) fn permute(cuda: &Cuda, pass: Permute<'_, DeviceMemory>) -> Result<()
         .with(&slots)
         .with(&out)
         .with(&faults);
-    let grid =
-        Grid { blocks: [blocks(slots as usize, THREADS as usize / 32, 1 << 30), 1, 1], threads: THREADS };
+    let grid = Grid::new([blocks(slots as usize, THREADS as usize / 32, 1 << 30), 1, 1], THREADS);
     // SAFETY: `check` compared lengths with shapes; the kernel compares indices with the number of rows.
     cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })
 }

@@ -47,15 +47,12 @@ pub(crate) fn quantize_weights(cuda: &Cuda, pass: QuantizeWeights<'_, DeviceMemo
         };
         let together = experts.len() as u32;
         let arguments = Arguments::new().with(&base).with(&stride).with(&count).with(&amax);
-        let grid = Grid { blocks: [blocks(n * k, CHUNK, 512), together, 1], threads: THREADS };
+        let grid = Grid::new([blocks(n * k, CHUNK, 512), together, 1], THREADS);
         // SAFETY: `check` compared lengths with shapes, and the run's weights lie `stride` elements apart.
         cuda.on(unsafe { amax_kernel.launch(cuda.stream(), grid, arguments) })?;
         let arguments =
             Arguments::new().with(&base).with(&stride).with(&rows).with(&cols).with(&amax).with(&out);
-        let grid = Grid {
-            blocks: [(k / BLOCK).div_ceil(TILES) as u32, (n / BLOCK) as u32, together],
-            threads: THREADS,
-        };
+        let grid = Grid::new([(k / BLOCK).div_ceil(TILES) as u32, (n / BLOCK) as u32, together], THREADS);
         // SAFETY: as above; outputs begin at the run's first expert.
         cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })?;
     }

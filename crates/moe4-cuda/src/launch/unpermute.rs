@@ -35,8 +35,7 @@ pub(crate) fn unpermute(cuda: &Cuda, pass: Unpermute<'_, DeviceMemory>) -> Resul
         .with(&tokens)
         .with(&out)
         .with(&faults);
-    let grid =
-        Grid { blocks: [blocks(tokens as usize, THREADS as usize / 32, 1 << 30), 1, 1], threads: THREADS };
+    let grid = Grid::new([blocks(tokens as usize, THREADS as usize / 32, 1 << 30), 1, 1], THREADS);
     // SAFETY: `check` compared lengths with shapes; the kernel compares indices with the number of rows.
     cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })
 }
