@@ -142,15 +142,33 @@ def compiled(function):
     return torch.compile(function, dynamic=False)
 
 
-def measure(peer, names, shape, work, given):
-    """Times `work` and prints a line for each row that it is compared with. What cannot run says so."""
+def in_a_line(error):
+    """The start of an exception's message."""
+    message = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {message[0][:200]}"
+
+
+def why_not_compiled(device):
+    """None, or why torch.compile does not work here; it needs a C++ compiler."""
     try:
-        result = {"median_ms": median_ms(work, given.runs, given.device)}
-    except Exception as error:  # out of memory, or an operation that this device lacks
-        message = str(error).strip().splitlines() or [""]
-        result = {"error": f"{type(error).__name__}: {message[0][:200]}"}
+        compiled(lambda x: x + 1)(torch.ones(8, device=device))
+    except Exception as error:
+        return f"torch.compile does not work here: {in_a_line(error)}"
+    return None
+
+
+def tell(peer, names, shape, result):
+    """A line for each row that a peer is compared with."""
     for name in names:
         print(json.dumps({"peer": peer, "name": name, "shape": shape.name} | result), flush=True)
+
+
+def measure(peer, names, shape, work, given):
+    """Times `work` and tells; what cannot run says so."""
+    try:
+        tell(peer, names, shape, {"median_ms": median_ms(work, given.runs, given.device)})
+    except Exception as error:  # out of memory, or an operation that this device lacks
+        tell(peer, names, shape, {"error": in_a_line(error)})
 
 
 def check(holds, what):

@@ -13,8 +13,17 @@ import torch
 import common
 from common import Layout, check, measure, normal, relative
 from quantize import (
-    by_expert, dequantize, encode_scale, group_amax, hadamard, nearest_compared, nearest_searched, quantize_blocks,
-    quantize_weights, stochastic, transform,
+    by_expert,
+    dequantize,
+    encode_scale,
+    group_amax,
+    hadamard,
+    nearest_compared,
+    nearest_searched,
+    quantize_blocks,
+    quantize_weights,
+    stochastic,
+    transform,
 )
 
 grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
@@ -167,7 +176,7 @@ def peers(shape, device):
     ]
 
 
-def self_check(device):
+def self_check(device, compiles):
     """BF16 against FP32 expert by expert; the emulation near it, but not on it."""
     shape = common.SMALL
     torch.manual_seed(common.SEED)
@@ -175,6 +184,8 @@ def self_check(device):
     loop = Products(shape.splits, None, "cpu")
     exact = bf16_step(shape, loop)(*(tensor.float() for tensor in given))
     for peer, _, make in peers(shape, device):
+        if "compiled" in peer and not compiles:
+            continue
         for name, result, expected in zip(RESULTS, make()(*given), exact, strict=True):
             distance = relative(result, expected)
             low, high = (0.02, 0.35) if "NVFP4" in peer else (0.0, 0.02)
@@ -186,7 +197,8 @@ def main():
     rows = [name for name in ("step_bf16", "step_nvfp4") if given.wants(name)]
     if not rows:
         return
-    self_check(given.device)
+    no_compiler = common.why_not_compiled(given.device)
+    self_check(given.device, no_compiler is None)
     for shape in given.shapes:
         if shape.activation not in ("swiglu", "srelu"):
             continue
@@ -194,9 +206,11 @@ def main():
         tensors = inputs(shape, given.device)
         for peer, compared, make in peers(shape, given.device):
             names = [name for name in compared if name in rows]
-            if names:
+            if names and "compiled" in peer and no_compiler:
+                common.tell(peer, names, shape, {"error": no_compiler})
+            elif names:
                 step = make()
-                measure(peer, names, shape, lambda step=step: step(*tensors), given)
+                measure(peer, names, shape, lambda step=step, tensors=tensors: step(*tensors), given)
 
 
 if __name__ == "__main__":

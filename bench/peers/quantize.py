@@ -183,7 +183,7 @@ ROWS += ["group_quantize_both_stochastic x", "group_quantize_both_stochastic dc"
 ROWS += ["quantize_weights w1", "quantize_weights w2", "permute x", "unpermute x"]
 
 
-def self_check(device):
+def self_check(device, compiles):
     """A known answer, an error bound, and eager beside compiled."""
     grid = torch.tensor(MAGNITUDES + [-m for m in MAGNITUDES], device=device)
     codes, scales = quantize_blocks(grid.view(1, 16), torch.full((1, 1), 448.0, device=device), nearest_searched)
@@ -212,7 +212,7 @@ def self_check(device):
             # Half the widest gap (4 to 6) of a block whose scale is rounded to 4 bits; all of it at random.
             bound = original.float().abs().unflatten(-1, (-1, 16)).amax(-1, keepdim=True) / 6 * steps
             check(bool((error <= bound).all()), f"error of a {what}wise copy, {rounding.__name__}")
-    for name in ("group_quantize_both x", "quantize_weights w1"):
+    for name in ("group_quantize_both x", "quantize_weights w1") if compiles else ():
         torch.manual_seed(common.SEED)
         eager, given = work_of(name, shape, device, searched=True)
         torch.manual_seed(common.SEED)
@@ -227,11 +227,15 @@ def main():
     wanted = [name for name in ROWS if given.wants(name)]
     if not wanted:
         return
-    self_check(given.device)
+    no_compiler = common.why_not_compiled(given.device)
+    self_check(given.device, no_compiler is None)
     for shape in given.shapes:
         for name in wanted:
             torch.manual_seed(common.SEED)
             for peer, fused in (("PyTorch eager", False), ("PyTorch compiled", True)):
+                if fused and no_compiler:
+                    common.tell(peer, [name], shape, {"error": no_compiler})
+                    continue
                 work, inputs = work_of(name, shape, given.device, searched=not fused)
                 call = common.compiled(work) if fused else work
                 measure(peer, [name], shape, lambda call=call, inputs=inputs: call(*inputs), given)

@@ -100,10 +100,13 @@ impl Shapes {
                 format!("--shape: expected one of {}, got '{name}'", known.join(", "))
             })
         };
-        let selected: Vec<_> = match names {
-            [] => self.all.iter().filter(|shape| shape.backend == backend).collect(),
-            names => names.iter().map(named).collect::<Result<_>>()?,
+        let named = names.iter().map(named).collect::<Result<Vec<_>>>()?;
+        let wanted = |shape: &&Shape| match named[..] {
+            [] => shape.backend == backend,
+            // In the order of the file, each once.
+            _ => named.iter().any(|named| named.name == shape.name),
         };
+        let selected: Vec<_> = self.all.iter().filter(wanted).collect();
         if selected.is_empty() {
             bail!("none of the shapes is meant for this backend; choose with --shape");
         }

@@ -52,7 +52,9 @@ fn record(space: &Workspace, folder: &str) -> Value {
 #[test]
 fn every_row_is_in_the_table_and_in_the_record() {
     let space = workspace();
-    let text = space.moe4(&arguments(&["--record", "kept", "--machine", "here"])).succeeds().stdout;
+    let twice = ["--shape", "tiny", "--shape", "square", "--shape", "tiny"];
+    let arguments = arguments(&[&["--record", "kept", "--machine", "here"], &twice[..]].concat());
+    let text = space.moe4(&arguments).succeeds().stdout;
     let record = record(&space, "kept/here");
     let rows = record["rows"].as_array().expect("rows");
     assert_eq!(rows.len(), 2 * 17, "{text}");
