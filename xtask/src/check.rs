@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 
+use crate::kernels;
 use crate::layers;
 use crate::totals::Totals;
 
@@ -25,6 +26,8 @@ enum Action {
     DocTests(&'static [&'static str]),
     /// The layer rules, in this process.
     Layers,
+    /// The CUDA kernels, compiled for every architecture.
+    Kernels,
 }
 
 struct Step {
@@ -52,6 +55,7 @@ const STEPS: &[Step] = &[
             "warnings",
         ]),
     },
+    Step { name: "kernels", action: Action::Kernels },
     Step {
         name: "docs",
         action: Action::CargoWith(&["doc", "--workspace", "--no-deps"], ("RUSTDOCFLAGS", "-D warnings")),
@@ -98,6 +102,7 @@ pub(crate) fn run(root: &Path) -> Result<()> {
 fn run_step(root: &Path, runner: Runner, action: &Action, totals: &mut Totals) -> Result<()> {
     match *action {
         Action::Layers => layers::run(root),
+        Action::Kernels => kernels::run(root, false),
         Action::Cargo(arguments) => execute(cargo(root).args(arguments)),
         Action::CargoWith(arguments, (name, value)) => execute(cargo(root).args(arguments).env(name, value)),
         Action::DocTests(arguments) => {

@@ -1,11 +1,13 @@
 //! Tasks of the repository, run as `cargo xtask TASK`.
 //!
 //! - `check`: everything the continuous integration checks, in the same order.
+//! - `kernels`: only the CUDA kernels, compiled for every architecture; with `--bless` it records what they need.
 //! - `layers`: only the rules on which module and which crate may use which (fast).
 
 #![forbid(unsafe_code)]
 
 mod check;
+mod kernels;
 mod layers;
 mod paths;
 mod totals;
@@ -16,13 +18,17 @@ use std::process::ExitCode;
 const USAGE: &str = "usage: cargo xtask TASK
 
 tasks:
-  check    format, clippy, layers, tests, doc tests, docs, build without default features
-  layers   which module and which crate may use which";
+  check             format, layers, clippy, kernels, docs, tests, doc tests
+  kernels           compile the CUDA kernels for every architecture, no GPU needed
+  kernels --bless   and record the registers and memory that they need
+  layers            which module and which crate may use which";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["check"] => check::run(&repository_root()),
+        ["kernels"] => kernels::run(&repository_root(), false),
+        ["kernels", "--bless"] => kernels::run(&repository_root(), true),
         ["layers"] => layers::run(&repository_root()),
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}");

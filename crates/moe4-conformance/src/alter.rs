@@ -4,12 +4,15 @@
 //! that is how memory is poisoned, how passes are watched, and how backends are made that are wrong on purpose.
 
 use moe4::kernels::contract::*;
-use moe4::kernels::{Backend, Buffer, Capabilities, Element, Error, Memory, View};
+use moe4::kernels::{Backend, Buffer, Capabilities, Element, Error, Memory, Unsupported, View};
 use moe4::tensor::Groups;
 
 /// What to do differently.
 #[allow(missing_docs, reason = "each method is the pass of the same name in `Backend`")]
 pub trait Alter<B: Backend>: Send + Sync {
+    fn capabilities(&self, inner: &B) -> Capabilities {
+        inner.capabilities()
+    }
     fn empty<T: Element>(&self, inner: &B, len: usize) -> Result<Buffer<B::Memory, T>, Error> {
         inner.empty(len)
     }
@@ -24,6 +27,9 @@ pub trait Alter<B: Backend>: Send + Sync {
     }
     fn quantize_weights(&self, inner: &B, pass: QuantizeWeights<'_, B::Memory>) -> Result<(), Error> {
         inner.quantize_weights(pass)
+    }
+    fn dequantize(&self, inner: &B, pass: Dequantize<'_, B::Memory>) -> Result<(), Error> {
+        inner.dequantize(pass)
     }
     fn grouped_gemm(&self, inner: &B, pass: GroupedGemm<'_, B::Memory>) -> Result<(), Error> {
         inner.grouped_gemm(pass)
@@ -61,7 +67,7 @@ impl<B: Backend, A: Alter<B>> Backend for Altered<'_, B, A> {
     type Memory = B::Memory;
 
     fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
+        self.alteration.capabilities(self.inner)
     }
     fn groups(&self, groups: &Groups) -> Result<<Self::Memory as Memory>::Groups, Error> {
         self.inner.groups(groups)
@@ -89,6 +95,9 @@ impl<B: Backend, A: Alter<B>> Backend for Altered<'_, B, A> {
     }
     fn quantize_weights(&self, pass: QuantizeWeights<'_, B::Memory>) -> Result<(), Error> {
         self.alteration.quantize_weights(self.inner, pass)
+    }
+    fn dequantize(&self, pass: Dequantize<'_, B::Memory>) -> Result<(), Error> {
+        self.alteration.dequantize(self.inner, pass)
     }
     fn grouped_gemm(&self, pass: GroupedGemm<'_, B::Memory>) -> Result<(), Error> {
         self.alteration.grouped_gemm(self.inner, pass)
@@ -121,5 +130,36 @@ impl<B: Backend> Alter<B> for Poisoned {
     fn empty<T: Element>(&self, inner: &B, len: usize) -> Result<Buffer<B::Memory, T>, Error> {
         let poison: T = bytemuck::pod_read_unaligned(&[0xFF; 8][..size_of::<T>()]);
         inner.upload(&vec![poison; len])
+    }
+}
+
+/// A backend without products: it quantizes, dequantizes and permutes.
+#[derive(Clone, Copy, Debug)]
+pub struct QuantizersOnly;
+
+impl QuantizersOnly {
+    fn refuse<B: Backend>(self, inner: &B, pass: &str) -> Result<(), Error> {
+        Err(Unsupported::products(&self.capabilities(inner), pass).into())
+    }
+}
+
+impl<B: Backend> Alter<B> for QuantizersOnly {
+    fn capabilities(&self, inner: &B) -> Capabilities {
+        Capabilities { products: false, ..inner.capabilities() }
+    }
+    fn grouped_gemm(&self, inner: &B, _: GroupedGemm<'_, B::Memory>) -> Result<(), Error> {
+        self.refuse(inner, "grouped_gemm")
+    }
+    fn grouped_gemm_act(&self, inner: &B, _: GroupedGemmAct<'_, B::Memory>) -> Result<(), Error> {
+        self.refuse(inner, "grouped_gemm_act")
+    }
+    fn grouped_gemm_dact(&self, inner: &B, _: GroupedGemmDact<'_, B::Memory>) -> Result<(), Error> {
+        self.refuse(inner, "grouped_gemm_dact")
+    }
+    fn grouped_wgrad(&self, inner: &B, _: GroupedWgrad<'_, B::Memory>) -> Result<(), Error> {
+        self.refuse(inner, "grouped_wgrad")
+    }
+    fn grouped_bias_grad(&self, inner: &B, _: GroupedBiasGrad<'_, B::Memory>) -> Result<(), Error> {
+        self.refuse(inner, "grouped_bias_grad")
     }
 }

@@ -12,6 +12,9 @@
 //! [`Backend`], which adds one method to the contract, and calls [`run`]. Every output is filled with poison (bytes
 //! 0xAA, NaN) before its pass, and rows past `sum(splits)` hold NaN or huge numbers.
 //!
+//! Each check says what it needs ([`checks::Need`]). On a backend whose capabilities lack it the check is skipped, and
+//! the report says so: a backend without products runs everything about amaxes, copies, scale layouts and permutation.
+//!
 //! | module | what |
 //! |---|---|
 //! | [`checks`] | the list |
@@ -32,26 +35,26 @@
 //! | entry | what | checked by |
 //! |---|---|---|
 //! | 1 | zero blocks; no NaN scale from finite data | `defect 1/zero blocks` |
-//! | 2 | a scale that underflows | `defect 2/scale underflow` |
+//! | 2 | a scale that underflows | `defect 2/scale underflow`, `defect 2/products with an underflowed scale` |
 //! | 3 | a reciprocal is no division | `defect 3/reciprocals` |
 //! | 4 | inputs above 2688 | `defect 4/large inputs` |
 //! | 5 | the scale of -x | `defect 5/negation` |
 //! | 6 | E4M3 midpoints | `defect 6/scale midpoints` |
-//! | 7 | padding of scale layouts and tiles | `defect 7/padding`, `golden/swizzle` |
+//! | 7 | padding of scale layouts and tiles | `defect 7/padding`, `golden/swizzle`, `layout/swizzled scales` |
 //! | 8 | rows and splits of odd sizes | `defect 8/odd shapes`, all property checks |
 //! | 9 | offsets past 2^31 | `defect 9/large offsets` |
-//! | 10 | E2M1 has no infinity and no NaN | `defect 10/E2M1 edges and non-finite blocks`, `golden/edge` |
+//! | 10 | E2M1 has no infinity and no NaN | `defect 10/E2M1 edges and non-finite blocks`, `defect 10/non-finite blocks show in products`, `golden/edge` |
 //! | 11 | an amax of the unsigned transform | `defect 11/amax of the signed transform`, `golden/q1d_rht and q1d_rht_nosign` |
 //! | 12 | the bound of the amax after RHT | `defect 12/amax after RHT is bounded` |
 //! | 13 | order of additions in the RHT | `defect 13/order of additions in the RHT` |
 //! | 14 | stochastic rounding is unbiased | `defect 14/stochastic rounding is unbiased` |
 //! | 15 | copies, tensors and steps share no random numbers | `defect 15/random bytes of each element`, `defect 15/streams of the operator` |
 //! | 16 | splits with experts without tokens | `defect 16/reported splits` |
-//! | 17 | empty expert: overwrite, accumulate | `defect 17/accumulation`, `invariant 7/empty expert` |
-//! | 18 | all splits zero, last expert empty | `defect 18/all splits zero` |
-//! | 19 | boundaries inside a tile; garbage past the end | `defect 19/boundaries inside a tile`, `invariant 5/experts alone equal grouped`, `invariant 6/rows of nobody` |
-//! | 20 | weights in one tensor or apart | `defect 20/weights in one tensor or apart` |
-//! | 21 | a second, larger batch | `defect 21/batches of growing size` |
+//! | 17 | empty expert: overwrite, accumulate | `defect 17/accumulation`, `invariant 7/empty expert`, `invariant 7/quantized empty experts` |
+//! | 18 | all splits zero, last expert empty | `defect 18/all splits zero`, `defect 18/quantization with all splits zero` |
+//! | 19 | boundaries inside a tile; garbage past the end | `defect 19/boundaries inside a tile`, `invariant 5/experts alone equal grouped`, `invariant 5/experts quantized alone equal grouped`, `invariant 6/rows of nobody`, `invariant 6/quantized rows of nobody` |
+//! | 20 | weights in one tensor or apart | `defect 20/weights in one tensor or apart`, `invariant 1/bytes of weights` |
+//! | 21 | a second, larger batch | `defect 21/batches of growing size`, `defect 21/quantization of growing batches` |
 //! | 22 | gradients at clamps, `alpha` in them | `defect 22/gradients at clamps` |
 //! | 23 | activation parameters in the backward; bad ones refused | `defect 23/activation parameters` |
 //! | 24 | clamps act | `defect 24/clamps act` |
@@ -76,7 +79,7 @@ pub mod mlp_rule;
 mod report;
 
 use moe4::kernels::{Backend, Host};
-pub use report::{Failure, InCase, Line, Outcome, Report};
+pub use report::{Failure, InCase, Line, Outcome, Report, Verdict};
 
 use checks::Check;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -106,13 +109,16 @@ pub fn run_only<B: Backend>(backend: &B, names: &[&str]) -> Report {
 
 fn run_checks<B: Backend>(backend: &B, checks: Vec<Check<B>>) -> Report {
     let capabilities = backend.capabilities();
-    let line = |Check { name, run, .. }: Check<B>| {
+    let line = |Check { name, run, needs }: Check<B>| {
+        if let Some(reason) = needs.missing(&capabilities) {
+            return Line { name, verdict: Verdict::Skipped(reason) };
+        }
         let outcome = catch_unwind(AssertUnwindSafe(|| run(backend))).unwrap_or_else(|panic| {
             let text = panic.downcast_ref::<String>().cloned();
             let text = text.or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string()));
             Err(Failure::new(format!("panicked: {}", text.unwrap_or_default())))
         });
-        Line { name, outcome }
+        Line { name, verdict: outcome.map_or_else(Verdict::Failed, |()| Verdict::Passed) }
     };
     Report {
         backend: format!("{} ({})", capabilities.backend, capabilities.path),

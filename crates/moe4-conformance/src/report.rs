@@ -41,13 +41,24 @@ impl<T> InCase for Result<T, Failure> {
     }
 }
 
+/// What came of one check.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It ran and found nothing wrong.
+    Passed,
+    /// It ran and found this.
+    Failed(Failure),
+    /// It did not run, for this reason.
+    Skipped(&'static str),
+}
+
 /// The result of one named check.
 #[derive(Clone, Debug)]
 pub struct Line {
     /// The check's name.
     pub name: &'static str,
     /// Its result.
-    pub outcome: Outcome,
+    pub verdict: Verdict,
 }
 
 /// The results of all checks, in the order of the list.
@@ -60,24 +71,37 @@ pub struct Report {
 }
 
 impl Report {
-    /// Whether every check passed, and there was one.
+    /// Whether every check that ran passed, and one ran. [`Report::skipped`] lists the others.
     pub fn passed(&self) -> bool {
-        !self.lines.is_empty() && self.failed().is_empty()
+        self.failed().is_empty() && self.skipped().len() < self.lines.len()
     }
 
     /// The names of the checks that failed.
     pub fn failed(&self) -> Vec<&'static str> {
-        self.lines.iter().filter(|line| line.outcome.is_err()).map(|line| line.name).collect()
+        self.names(|verdict| matches!(verdict, Verdict::Failed(_)))
+    }
+
+    /// The names of the checks that did not run, for want of a capability.
+    pub fn skipped(&self) -> Vec<&'static str> {
+        self.names(|verdict| matches!(verdict, Verdict::Skipped(_)))
+    }
+
+    fn names(&self, which: impl Fn(&Verdict) -> bool) -> Vec<&'static str> {
+        self.lines.iter().filter(|line| which(&line.verdict)).map(|line| line.name).collect()
     }
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{}: {} of {} checks failed", self.backend, self.failed().len(), self.lines.len())?;
-        for Line { name, outcome } in &self.lines {
-            match outcome {
-                Ok(()) => writeln!(f, "  pass  {name}")?,
-                Err(failure) => writeln!(f, "  FAIL  {name}: {failure}")?,
+        let (failed, skipped) = (self.failed().len(), self.skipped().len());
+        let ran = self.lines.len() - skipped;
+        write!(f, "{}: {failed} of {ran} checks failed", self.backend)?;
+        writeln!(f, "{}", if skipped > 0 { format!(", {skipped} skipped") } else { String::new() })?;
+        for Line { name, verdict } in &self.lines {
+            match verdict {
+                Verdict::Passed => writeln!(f, "  pass  {name}")?,
+                Verdict::Failed(failure) => writeln!(f, "  FAIL  {name}: {failure}")?,
+                Verdict::Skipped(reason) => writeln!(f, "  skip  {name}: {reason}")?,
             }
         }
         Ok(())

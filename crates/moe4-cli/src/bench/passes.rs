@@ -9,7 +9,7 @@ use moe4::kernels::contract::{
 use moe4::kernels::{Backend, Buffer, Memory};
 use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::{RandomStream, Rounding};
-use moe4::tensor::OperandShape;
+use moe4::tensor::{OperandShape, ScaleLayout};
 
 use super::case::{Case, Pass, Quantize, Tensor};
 use super::inputs;
@@ -50,8 +50,10 @@ impl<M: Memory> Packed<M> {
         Cast {
             amax: M::view(amax),
             rounding,
+            layout: ScaleLayout::Plain,
             codes: M::view_mut(&mut self.codes),
             scales: M::view_mut(&mut self.scales),
+            unpacked: None,
         }
     }
 }
@@ -168,6 +170,7 @@ impl<M: Memory> SinglePass<M> {
                 codes: M::view_mut(&mut self.row.codes),
                 scales: M::view_mut(&mut self.row.scales),
                 amax: M::view_mut(&mut self.amax),
+                unpacked: None,
             })?,
             Pass::Permute => {
                 let (source, out) = (M::view(&self.index), M::view_mut(&mut self.rows_out));

@@ -14,7 +14,7 @@ use moe4::kernels::{Backend, Host};
 use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::philox::philox4x32;
 use moe4::numerics::rounding::{RandomStream, Rounding};
-use moe4::tensor::{Groups, OperandShape, Quantized};
+use moe4::tensor::{Groups, OperandShape, Quantized, ScaleLayout};
 use safetensors::{Dtype, SafeTensors};
 
 /// Result for one set of kernels.
@@ -131,7 +131,14 @@ fn quantize<B: Backend<Memory = Host>>(
 
 fn cast(copy: &mut Quantized, rounding: Rounding) -> Cast<'_, Host> {
     let packed = &mut copy.packed;
-    Cast { amax: &packed.amax, rounding, codes: &mut packed.codes, scales: &mut packed.scales }
+    Cast {
+        amax: &packed.amax,
+        rounding,
+        layout: ScaleLayout::Plain,
+        codes: &mut packed.codes,
+        scales: &mut packed.scales,
+        unpacked: None,
+    }
 }
 
 fn quantize_tiles<B: Backend<Memory = Host>>(
@@ -146,6 +153,7 @@ fn quantize_tiles<B: Backend<Memory = Host>>(
         shape,
         codes: &mut packed.codes,
         scales: &mut packed.scales,
+        unpacked: None,
         amax: &mut packed.amax,
     })?;
     Ok(tiles)

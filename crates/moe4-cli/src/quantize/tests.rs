@@ -6,7 +6,7 @@ use moe4::kernels::contract::{Cast, ColumnwiseCast, GroupQuantize};
 use moe4::kernels::reference::Reference;
 use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::{RandomStream, Rounding};
-use moe4::tensor::{Groups, Tile};
+use moe4::tensor::{Groups, ScaleLayout, Tile};
 
 use super::encode::{Encoded, encode};
 use super::operand::Operand;
@@ -35,7 +35,14 @@ fn kernel(x: &[bf16], settings: &Settings, rounding: Rounding, amax: f32) -> (Ve
     let (rows, cols) = super::plan::output_dims(ROWS, COLS, settings.axis);
     let (mut codes, mut scales) = (vec![0; rows * cols / 2], vec![0; rows * cols / 16]);
     let amax = [amax];
-    let cast = Cast { amax: &amax[..], rounding, codes: &mut codes[..], scales: &mut scales[..] };
+    let cast = Cast {
+        amax: &amax[..],
+        rounding,
+        layout: ScaleLayout::Plain,
+        codes: &mut codes[..],
+        scales: &mut scales[..],
+        unpacked: None,
+    };
     let (rowwise, columnwise) = match settings.axis {
         Axis::Rowwise => (Some(cast), None),
         Axis::Columnwise => (None, Some(ColumnwiseCast { rht: settings.rht, cast })),

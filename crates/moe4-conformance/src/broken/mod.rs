@@ -1,5 +1,7 @@
 //! Backends that are wrong on purpose. The suite must catch each, in the checks that are there for it.
 
+mod dequantize;
+mod forms;
 mod products;
 mod quantize;
 mod rows;
@@ -28,10 +30,28 @@ pub enum Fault {
     NonFiniteIgnored,
     SignOfZeroDropped,
     StalePadding,
+    SwizzledTilesDownColumns,
+    SwizzledTileByRows,
+    SwizzledPaddingStale,
+    UnpackedZeroPositive,
+    UnpackedNanAsZero,
+    UnpackedNanOfHardware,
+    UnpackedNobodyStale,
+    WeightsUnpackedOfFirstExpert,
+    DequantizedInAnotherOrder,
+    DequantizedByPlainScales,
+    DequantizedWithoutPadding,
+    DequantizedNobody,
+    DequantizedNanOfHardware,
     WeightsByRow,
     StreamShared,
     StreamOfLaunch,
     StreamUnsteady,
+    StreamTruncated,
+    ExpertsPast256Ignored,
+    LastColumnTileDropped,
+    QuantizedFirstBatchOnly,
+    WeightsAssumedAdjacent,
     NearestForStochastic,
     ZerosForStochastic,
     ZeroedQuantize,
@@ -128,13 +148,24 @@ impl Fault {
             expect(
                 AmaxOfNeighbours,
                 "one amax for all experts",
-                &["golden/group", "invariant 5/experts alone equal grouped", AMAX, BYTES],
+                &["golden/group", "invariant 5/experts alone equal grouped", ALONE, TINY, AMAX, BYTES],
             ),
-            expect(AmaxOfNobody, "rows of nobody counted for the last expert", &[AMAX, BYTES, NOBODY]),
+            expect(
+                AmaxOfNobody,
+                "rows of nobody counted for the last expert",
+                &[AMAX, BYTES, NOBODY, "invariant 6/quantized rows of nobody"],
+            ),
             expect(
                 AmaxOfEmptyExpertStale,
                 "nothing written for an empty expert",
-                &["defect 12/amax after RHT is bounded", "invariant 7/empty expert", AMAX],
+                &[
+                    "defect 12/amax after RHT is bounded",
+                    "invariant 7/empty expert",
+                    "invariant 7/quantized empty experts",
+                    "defect 18/quantization with all splits zero",
+                    TINY,
+                    AMAX,
+                ],
             ),
             expect(
                 ReversedButterfly,
@@ -147,14 +178,76 @@ impl Fault {
             expect(
                 NonFiniteIgnored,
                 "a damaged block with a finite scale",
-                &["golden/edge", "defect 10/E2M1 edges and non-finite blocks", BYTES],
+                &[
+                    "golden/edge",
+                    "defect 10/E2M1 edges and non-finite blocks",
+                    "defect 10/non-finite blocks show in products",
+                    BYTES,
+                ],
             ),
             expect(
                 SignOfZeroDropped,
                 "code 0 for -0",
                 &["golden/q1d_row", "defect 10/E2M1 edges and non-finite blocks", "defect 5/negation"],
             ),
-            expect(StalePadding, "padding left as it was", &["defect 7/padding", BYTES]),
+            expect(
+                StalePadding,
+                "padding left as it was",
+                &["defect 7/padding", "invariant 6/quantized rows of nobody", EDGES, BYTES],
+            ),
+            expect(
+                SwizzledTilesDownColumns,
+                "tiles of scales down the columns first",
+                &["layout/swizzled scales"],
+            ),
+            expect(SwizzledTileByRows, "a tile of scales row by row", &["layout/swizzled scales", BYTES]),
+            expect(
+                SwizzledPaddingStale,
+                "padding of swizzled scales left as it was",
+                &["layout/swizzled scales", BYTES],
+            ),
+            expect(UnpackedZeroPositive, "+0 for code 8 in BF16 values", &["layout/unpacked values", BYTES]),
+            expect(
+                UnpackedNanAsZero,
+                "0 for a damaged block in BF16 values",
+                &["layout/unpacked values", BYTES],
+            ),
+            expect(
+                UnpackedNanOfHardware,
+                "a BF16 NaN with all bits of its mantissa set",
+                &["layout/unpacked values", "layout/unpacked weights", BYTES],
+            ),
+            expect(
+                UnpackedNobodyStale,
+                "BF16 values of nobody's rows left as they were",
+                &["layout/unpacked values", BYTES],
+            ),
+            expect(
+                WeightsUnpackedOfFirstExpert,
+                "BF16 values of expert 0 alone",
+                &["layout/unpacked weights", "invariant 1/bytes of weights"],
+            ),
+            expect(
+                DequantizedInAnotherOrder,
+                "(code · scale) · (amax/2688) for ((scale · amax) · 1/2688) · code",
+                &["dequantize/values", "dequantize/overflow and NaN", "dequantize/weights"],
+            ),
+            expect(
+                DequantizedNanOfHardware,
+                "a NaN with all bits of its mantissa set",
+                &["dequantize/values", "dequantize/overflow and NaN"],
+            ),
+            expect(DequantizedByPlainScales, "swizzled scales read as plain ones", &["dequantize/values"]),
+            expect(
+                DequantizedWithoutPadding,
+                "token positions counted without the padding of experts before",
+                &["dequantize/values"],
+            ),
+            expect(
+                DequantizedNobody,
+                "rows of nobody dequantized with the last expert's amax",
+                &["dequantize/values", "dequantize/rows of nobody"],
+            ),
             expect(
                 WeightsByRow,
                 "blocks of 16 for tiles of 16 x 16",
@@ -168,12 +261,38 @@ impl Fault {
             expect(
                 StreamOfLaunch,
                 "random numbers that depend on the number of rows",
-                &["defect 15/random bytes of each element", "invariant 5/experts alone equal grouped", BYTES],
+                &[
+                    "defect 15/random bytes of each element",
+                    "invariant 5/experts alone equal grouped",
+                    ALONE,
+                    BYTES,
+                ],
             ),
             expect(
                 StreamUnsteady,
                 "other random numbers in each call",
-                &["defect 15/random bytes of each element", "invariant 4/two runs are equal"],
+                &[
+                    "defect 15/random bytes of each element",
+                    "invariant 4/two runs are equal",
+                    "invariant 4/two quantizations are equal",
+                ],
+            ),
+            expect(
+                StreamTruncated,
+                "the lower halves of seed and stream",
+                &["defect 15/random bytes of each element", EDGES, BYTES],
+            ),
+            expect(ExpertsPast256Ignored, "amaxes of 256 experts at most", &[TINY]),
+            expect(LastColumnTileDropped, "columns past the last whole tile of 128 left zero", &[EDGES]),
+            expect(
+                QuantizedFirstBatchOnly,
+                "as many rows quantized as in the first call",
+                &["defect 21/quantization of growing batches"],
+            ),
+            expect(
+                WeightsAssumedAdjacent,
+                "weights of experts that lie apart read as if they were one tensor",
+                &["invariant 1/bytes of weights"],
             ),
             expect(
                 NearestForStochastic,
@@ -202,6 +321,7 @@ impl Fault {
                     "golden/gemm",
                     "golden/mlp, stage: y dx",
                     "golden/mlp, end to end",
+                    "defect 2/products with an underflowed scale",
                     "property/products",
                     GROWTH,
                 ],
@@ -312,6 +432,9 @@ impl Fault {
 
 const BYTES: &str = "invariant 1/bytes of amax and quantize passes";
 const AMAX: &str = "property/amax of ragged groups";
+const ALONE: &str = "invariant 5/experts quantized alone equal grouped";
+const TINY: &str = "property/many tiny experts";
+const EDGES: &str = "property/tiles and their edges";
 const NOBODY: &str = "invariant 6/rows of nobody";
 const SPLITS: &str = "defect 16/reported splits";
 const ACCUMULATION: &str = "defect 17/accumulation";
@@ -331,6 +454,9 @@ impl<B: Backend<Memory = Host>> Alter<B> for Broken {
     }
     fn quantize_weights(&self, inner: &B, pass: QuantizeWeights<'_, Host>) -> Result<(), Error> {
         quantize::quantize_weights(self.fault, inner, pass)
+    }
+    fn dequantize(&self, inner: &B, pass: Dequantize<'_, Host>) -> Result<(), Error> {
+        dequantize::dequantize(self.fault, inner, pass)
     }
     fn grouped_gemm(&self, inner: &B, pass: GroupedGemm<'_, Host>) -> Result<(), Error> {
         products::gemm(self.fault, &self.calls, inner, pass)

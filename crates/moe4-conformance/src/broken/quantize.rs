@@ -1,6 +1,7 @@
 //! Mistakes in amax and quantize passes.
 
 use super::Fault;
+use super::forms::{self, Stale};
 use crate::exact;
 use half::bf16;
 use moe4::kernels::contract::*;
@@ -8,7 +9,7 @@ use moe4::kernels::{Backend, Error, Host};
 use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::{RandomStream, Rounding};
 use moe4::numerics::{BLOCK, bf16 as bf, e2m1, e4m3};
-use moe4::tensor::Groups;
+use moe4::tensor::{Groups, ScaleLayout};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 fn spoil_amax(fault: Fault, x: &[bf16], cols: usize, groups: &Groups, stale: &[f32], amax: &mut [f32]) {
@@ -28,6 +29,7 @@ fn spoil_amax(fault: Fault, x: &[bf16], cols: usize, groups: &Groups, stale: &[f
                 amax[e] = stale[e];
             }
         }
+        Fault::ExpertsPast256Ignored => amax.iter_mut().skip(256).for_each(|amax| *amax = 0.0),
         Fault::ZeroedEverything => amax.fill(0.0),
         _ => {}
     }
@@ -95,6 +97,10 @@ fn spoil_rounding(fault: Fault, rounding: Rounding, groups: &Groups, calls: &Ato
         Fault::StreamOfLaunch => other(groups.rows() as u64),
         Fault::StreamUnsteady => other(calls.fetch_add(1, Ordering::Relaxed) as u64 + 1),
         Fault::NearestForStochastic => Rounding::Nearest,
+        Fault::StreamTruncated => {
+            let low = |v: u64| v & u64::from(u32::MAX);
+            Rounding::Stochastic(RandomStream { seed: low(seed), stream: low(stream) })
+        }
         _ => rounding,
     }
 }
@@ -171,8 +177,8 @@ pub(super) fn group_quantize<B: Backend<Memory = Host>>(
     pass: GroupQuantize<'_, Host>,
 ) -> Result<(), Error> {
     let GroupQuantize { x, cols, groups, mut rowwise, mut columnwise } = pass;
-    let stale_rows = rowwise.as_ref().map(|c| (c.codes.to_vec(), c.scales.to_vec()));
-    let stale_columns = columnwise.as_ref().map(|c| c.cast.codes.to_vec());
+    let stale_rows = rowwise.as_ref().map(Stale::of);
+    let stale_columns = columnwise.as_ref().map(|c| Stale::of(&c.cast));
     if let Some(copy) = &mut columnwise {
         if fault == Fault::SignsDropped {
             copy.rht = copy.rht.map(|_| SignMask::NONE);
@@ -185,7 +191,14 @@ pub(super) fn group_quantize<B: Backend<Memory = Host>>(
     casts.for_each(|cast| cast.rounding = spoil_rounding(fault, cast.rounding, groups, calls));
 
     fn again<'a>(cast: &'a mut Cast<'_, Host>) -> Cast<'a, Host> {
-        Cast { amax: cast.amax, rounding: cast.rounding, codes: &mut *cast.codes, scales: &mut *cast.scales }
+        Cast {
+            amax: cast.amax,
+            rounding: cast.rounding,
+            layout: cast.layout,
+            codes: &mut *cast.codes,
+            scales: &mut *cast.scales,
+            unpacked: cast.unpacked.as_deref_mut(),
+        }
     }
     inner.group_quantize(GroupQuantize {
         x,
@@ -195,28 +208,45 @@ pub(super) fn group_quantize<B: Backend<Memory = Host>>(
         columnwise: columnwise.as_mut().map(|c| ColumnwiseCast { rht: c.rht, cast: again(&mut c.cast) }),
     })?;
 
-    if let Some(cast) = &mut rowwise {
+    if let Some((cast, stale)) = rowwise.as_mut().zip(stale_rows) {
+        let plain = cast.layout == ScaleLayout::Plain;
         let shortcuts = [Fault::ReciprocalOfScale, Fault::ReciprocalOfAmax, Fault::ScaleTiesAway];
-        if fault.is(&shortcuts) && cast.rounding == Rounding::Nearest {
+        if fault.is(&shortcuts) && cast.rounding == Rounding::Nearest && plain {
             requantize_rows(fault, x, cols, groups, cast.amax, (&mut *cast.codes, &mut *cast.scales));
         }
-        if let (Fault::StalePadding, Some((codes, scales))) = (fault, stale_rows) {
+        if fault == Fault::StalePadding {
             let (first, first_scale) = (groups.live_rows() * cols / 2, groups.live_rows() * cols / BLOCK);
-            cast.codes[first..].copy_from_slice(&codes[first..]);
-            cast.scales[first_scale..].copy_from_slice(&scales[first_scale..]);
+            cast.codes[first..].copy_from_slice(&stale.codes[first..]);
+            if plain {
+                cast.scales[first_scale..].copy_from_slice(&stale.scales[first_scale..]);
+            }
         }
+        let whole = cols / 128 * 128;
+        if fault == Fault::LastColumnTileDropped && whole > 0 {
+            cast.codes.chunks_mut(cols / 2).for_each(|row| row[whole / 2..].fill(0));
+        }
+        if fault == Fault::QuantizedFirstBatchOnly {
+            let first = match calls.compare_exchange(0, groups.rows(), Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => groups.rows(),
+                Err(rows) => rows.min(groups.rows()),
+            };
+            cast.codes[first * cols / 2..].fill(0);
+        }
+        forms::spoil(fault, cast, [groups.rows(), cols], groups.live_rows(), &stale);
         spoil_copy(fault, cast.rounding, cast.codes, cast.scales);
     }
-    if let Some(ColumnwiseCast { cast, .. }) = &mut columnwise {
-        if let (Fault::StalePadding, Some(codes)) = (fault, stale_columns) {
+    if let Some((ColumnwiseCast { cast, .. }, stale)) = columnwise.as_mut().zip(stale_columns) {
+        if fault == Fault::StalePadding {
             let width = groups.padded_rows() / 2;
             for e in (0..groups.experts()).filter(|&e| groups.range(e).len() % BLOCK < BLOCK - 1) {
                 let last = groups.padded_range(e).end / 2;
                 if !groups.range(e).len().is_multiple_of(BLOCK) {
-                    (0..cols).for_each(|c| cast.codes[c * width + last - 1] = codes[c * width + last - 1]);
+                    (0..cols)
+                        .for_each(|c| cast.codes[c * width + last - 1] = stale.codes[c * width + last - 1]);
                 }
             }
         }
+        forms::spoil(fault, cast, [cols, groups.padded_rows()], cols, &stale);
         spoil_copy(fault, cast.rounding, cast.codes, cast.scales);
     }
     Ok(())
@@ -227,14 +257,27 @@ pub(super) fn quantize_weights<B: Backend<Memory = Host>>(
     inner: &B,
     pass: QuantizeWeights<'_, Host>,
 ) -> Result<(), Error> {
-    let QuantizeWeights { w, shape, codes, scales, amax } = pass;
+    let QuantizeWeights { w, shape, codes, scales, mut unpacked, amax } = pass;
+    let adjacent = w.windows(2).all(|pair| pair[0].as_ptr_range().end == pair[1].as_ptr());
+    let read = match (fault, w.first()) {
+        // What lies behind the first weight is anybody's guess; here it is that weight once more.
+        (Fault::WeightsAssumedAdjacent, Some(&first)) if !adjacent => vec![first; w.len()],
+        _ => w.clone(),
+    };
     inner.quantize_weights(QuantizeWeights {
-        w: w.clone(),
+        w: read,
         shape,
         codes: &mut *codes,
         scales: &mut *scales,
+        unpacked: unpacked.as_deref_mut(),
         amax: &mut *amax,
     })?;
+    if let Some(values) = unpacked {
+        if fault == Fault::WeightsUnpackedOfFirstExpert {
+            values[shape.n * shape.k..].fill(bf16::ZERO);
+        }
+        forms::spoil_values(fault, values);
+    }
     if fault == Fault::WeightsByRow {
         let slab = shape.n * shape.k;
         for (e, w) in w.into_iter().enumerate() {

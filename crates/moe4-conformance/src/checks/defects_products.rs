@@ -1,7 +1,8 @@
-//! Faults that users met elsewhere in grouped products: entries 16 to 21.
+//! Faults that users met elsewhere in grouped products: entries 16 to 21, and what 2 and 10 mean for products.
 
+use super::defects_quantize::{rowwise, with_a_tiny_block};
 use super::invariants::{Inputs, not_zero, same};
-use crate::compare::{all_zero, bf16_bits, ensure, equal, f32_bits};
+use crate::compare::{alive, all_zero, bf16_bits, ensure, equal, f32_bits};
 use crate::data;
 use crate::drive::{
     BiasGrad, Cast, Gemm, Grads, Quantize, Side, Wgrad, amax, hadamard_amax, quantize_weights,
@@ -16,6 +17,43 @@ use moe4::mlp::{GroupedMlpConfig, Precision};
 use moe4::numerics::bf16 as bf;
 use moe4::numerics::hadamard::SignMask;
 use moe4::tensor::Groups;
+
+/// 2: a product with a block whose scale underflowed is no NaN.
+pub(super) fn scale_underflow<B: Backend>(b: &B) -> Outcome {
+    let (rows, cols) = (16, 32);
+    let (shape, side, groups) = (WeightShape { n: 16, k: cols }, contract::Side::Fprop, Groups::single(rows));
+    let a = Side::Nvfp4(rowwise(b, &with_a_tiny_block(), cols)?);
+    let w = Side::Nvfp4(quantize_weights(b, &data::normal(16 * cols, 1.0, 3), 1, shape)?);
+    let product = Gemm { a: &a, w: &w, shape, side, groups: &groups, bias: None };
+    let out = product.run(b)?;
+    judge::gemm(&product, &out)?;
+    alive("out", &out)?;
+    ensure(out.iter().all(|v| v.is_finite()), || "a product with a tiny block is not finite".into())
+}
+
+/// 10: a damaged element shows in the output: its row is NaN, the others are what they were.
+pub(super) fn non_finite_blocks<B: Backend>(b: &B) -> Outcome {
+    let (rows, cols, groups) = (32, 48, Groups::single(32));
+    let (shape, side) = (WeightShape { n: 16, k: cols }, contract::Side::Fprop);
+    let w = Side::Nvfp4(quantize_weights(b, &data::normal(16 * cols, 1.0, 12), 1, shape)?);
+    let mut x = data::normal(rows * cols, 1.0, 10);
+    for damage in [bf16::INFINITY, bf16::NEG_INFINITY, bf16::NAN] {
+        let mut product = |v: bf16| -> Result<Vec<bf16>, Failure> {
+            x[20 * cols + 37] = v;
+            let a = Side::Nvfp4(rowwise(b, &x, cols)?);
+            Ok(Gemm { a: &a, w: &w, shape, side, groups: &groups, bias: None }.run(b)?)
+        };
+        let (clean, out) = (product(bf16::ZERO)?, product(damage)?);
+        let row = 20 * 16..21 * 16;
+        ensure(clean[row.clone()].iter().all(|v| v.is_finite()), || "a clean row is not finite".into())?;
+        ensure(out[row.clone()].iter().all(|v| v.is_nan()), || {
+            format!("{damage} in the input: its row is not all NaN")
+        })?;
+        bf16_bits("rows before", &[20, 16], &clean[..row.start], &out[..row.start])?;
+        bf16_bits("rows after", &[11, 16], &clean[row.end..], &out[row.end..])?;
+    }
+    Ok(())
+}
 
 /// Both operands of a wgrad, quantized columnwise by the backend's own passes.
 fn columnwise<B: Backend>(b: &B, x: &[bf16], cols: usize, groups: &Groups) -> Result<Side, Failure> {

@@ -1,12 +1,12 @@
 //! Faults that users met elsewhere in quantization: entries 1 to 10 of the table in the crate's documentation.
 
-use crate::compare::{alive, bf16_bits, bytes, codes, ensure, equal, unpack};
+use crate::compare::{alive, bytes, codes, ensure, equal, unpack};
 use crate::data::{self, Kind};
-use crate::drive::{Cast, Gemm, Packed, Quantize, Side, amax, hadamard_amax, quantize_weights};
+use crate::drive::{Cast, Packed, Quantize, amax, hadamard_amax, quantize_weights};
 use crate::report::{Failure, InCase, Outcome};
 use half::bf16;
 use moe4::kernels::Backend;
-use moe4::kernels::contract::{self, WeightShape};
+use moe4::kernels::contract::WeightShape;
 use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::{columnwise_position, rowwise_position};
 use moe4::numerics::scale::dequantize;
@@ -14,7 +14,7 @@ use moe4::numerics::{BLOCK, bf16 as bf, e2m1, e4m3};
 use moe4::tensor::{Groups, scale_layout};
 
 /// Amax by its pass, then the rowwise copy.
-fn rowwise<B: Backend>(b: &B, x: &[bf16], cols: usize) -> Result<Packed, Failure> {
+pub(super) fn rowwise<B: Backend>(b: &B, x: &[bf16], cols: usize) -> Result<Packed, Failure> {
     let groups = Groups::single(x.len() / cols);
     let cast = Cast::nearest(&amax(b, x, cols, &groups)?);
     let (row, _) = Quantize { x, cols, groups: &groups, rowwise: Some(cast), columnwise: None }.run(b)?;
@@ -60,22 +60,19 @@ pub(super) fn zero_blocks<B: Backend>(b: &B) -> Outcome {
     Ok(())
 }
 
-/// 2: a nonzero block far below the tensor's amax has scale 0; its value is 0 and a product with it is no NaN.
-pub(super) fn scale_underflow<B: Backend>(b: &B) -> Outcome {
-    let (rows, cols) = (16, 32);
-    let mut x = vec![bf16::ZERO; rows * cols];
+/// `[16, 32]`, with a nonzero block far below the amax.
+pub(super) fn with_a_tiny_block() -> Vec<bf16> {
+    let mut x = vec![bf16::ZERO; 16 * 32];
     x[0] = bf::from_f32(3.0e4);
     x[BLOCK..2 * BLOCK].copy_from_slice(&bf16s(&[1e-6; BLOCK]));
-    let q = rowwise(b, &x, cols)?;
+    x
+}
+
+/// 2: a nonzero block far below the tensor's amax has scale 0 and value 0.
+pub(super) fn scale_underflow<B: Backend>(b: &B) -> Outcome {
+    let q = rowwise(b, &with_a_tiny_block(), 32)?;
     equal("scales of the block with the amax and of a tiny one", &[2], &[0x7E, 0], &q.scales[..2])?;
-    ensure(values(&q)[BLOCK..2 * BLOCK].iter().all(|v| *v == 0.0), || "a value under a zero scale".into())?;
-    let w = quantize_weights(b, &data::normal(16 * cols, 1.0, 3), 1, WeightShape { n: 16, k: cols })?;
-    let (shape, side, groups) = (WeightShape { n: 16, k: cols }, contract::Side::Fprop, Groups::single(rows));
-    let (a, w) = (Side::Nvfp4(q), Side::Nvfp4(w));
-    let product = Gemm { a: &a, w: &w, shape, side, groups: &groups, bias: None };
-    let out = product.run(b)?;
-    crate::judge::gemm(&product, &out)?;
-    ensure(out.iter().all(|v| v.is_finite()), || "a product with a tiny block is not finite".into())
+    ensure(values(&q)[BLOCK..2 * BLOCK].iter().all(|v| *v == 0.0), || "a value under a zero scale".into())
 }
 
 /// The scale byte and the codes of one block, by the given arithmetic.
@@ -388,16 +385,5 @@ fn non_finite_blocks<B: Backend>(b: &B, damage: bf16) -> Outcome {
         expected.codes[row * 24 + 16..row * 24 + 24].fill(0);
     }
     bytes("weight scale", &[32, 3], &expected.scales, &got.scales)?;
-    bytes("weight packed codes", &[32, 24], &expected.codes, &got.codes)?;
-    // The damage shows in the output: that row is NaN, the others are what they were.
-    let (shape, side) = (WeightShape { n: 16, k: cols }, contract::Side::Fprop);
-    let w = Side::Nvfp4(quantize_weights(b, &data::normal(16 * cols, 1.0, 12), 1, shape)?);
-    let product =
-        |q: Packed| Gemm { a: &Side::Nvfp4(q), w: &w, shape, side, groups: &groups, bias: None }.run(b);
-    let [row, _] = run(&damaged, &amaxes)?;
-    let [clean_row, _] = run(&x, &amaxes)?;
-    let (out, clean) = (product(row)?, product(clean_row)?);
-    ensure(out[20 * 16..21 * 16].iter().all(|v| v.is_nan()), || "the damaged row is not all NaN".into())?;
-    bf16_bits("rows before", &[20, 16], &clean[..20 * 16], &out[..20 * 16])?;
-    bf16_bits("rows after", &[11, 16], &clean[21 * 16..], &out[21 * 16..])
+    bytes("weight packed codes", &[32, 24], &expected.codes, &got.codes)
 }

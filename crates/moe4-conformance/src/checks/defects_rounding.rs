@@ -148,7 +148,7 @@ fn stochastic<B: Backend>(
     streams: [RandomStream; 2],
 ) -> Result<[Packed; 2], Failure> {
     let (before, after) = hadamard_amax(b, x, cols, groups, SignMask::DEFAULT)?;
-    let cast = |amax: &[f32], stream| Cast { amax: amax.to_vec(), rounding: Rounding::Stochastic(stream) };
+    let cast = |amax: &[f32], stream| Cast::new(amax, Rounding::Stochastic(stream));
     let case = Quantize {
         x,
         cols,

@@ -4,6 +4,8 @@ mod defects_activation;
 mod defects_products;
 mod defects_quantize;
 mod defects_rounding;
+mod dequantize;
+mod forms;
 mod golden_mlp;
 mod golden_mlp_end_to_end;
 mod golden_mlp_stages;
@@ -11,13 +13,32 @@ mod golden_other;
 mod golden_quantize;
 mod invariants;
 mod properties;
+mod quantizers;
 mod rows;
 mod savings;
 
 pub use invariants::{large_steps, same_steps};
 
 use crate::report::Outcome;
-use moe4::kernels::{Backend, Host};
+use moe4::kernels::{Backend, Capabilities, Host};
+
+/// What a check needs of a backend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Need {
+    /// Nothing: it looks at numerics and layouts that every backend shares, and passes on any.
+    Nothing,
+    /// Amax, quantization, weights, dequantization, permutation: every backend has them.
+    Quantizers,
+    /// [`Capabilities::products`] as well.
+    Products,
+}
+
+impl Need {
+    /// Why a check with this need cannot run on such a backend.
+    pub fn missing(self, capabilities: &Capabilities) -> Option<&'static str> {
+        (self == Need::Products && !capabilities.products).then_some("backend has no products")
+    }
+}
 
 /// A named check of a backend.
 #[derive(Clone, Copy, Debug)]
@@ -26,23 +47,31 @@ pub struct Check<B> {
     pub name: &'static str,
     /// What it does.
     pub run: fn(&B) -> Outcome,
-    /// Whether it looks at the backend at all, or only at numerics and layouts that every backend shares.
-    pub uses_backend: bool,
+    /// What it needs.
+    pub needs: Need,
 }
 
 /// The names of the checks that would pass on any backend.
 pub fn host_only() -> Vec<&'static str> {
+    needing(Need::Nothing)
+}
+
+/// The names of the checks with this need, those for host memory left out.
+pub fn needing(need: Need) -> Vec<&'static str> {
     let checks = all::<moe4::kernels::reference::Reference>();
-    checks.into_iter().filter(|check| !check.uses_backend).map(|check| check.name).collect()
+    checks.into_iter().filter(|check| check.needs == need).map(|check| check.name).collect()
 }
 
 /// Every check, in the order in which a new backend would want to pass them.
 pub fn all<B: Backend>() -> Vec<Check<B>> {
     fn check<B>(name: &'static str, run: fn(&B) -> Outcome) -> Check<B> {
-        Check { name, run, uses_backend: true }
+        Check { name, run, needs: Need::Quantizers }
+    }
+    fn products<B>(name: &'static str, run: fn(&B) -> Outcome) -> Check<B> {
+        Check { name, run, needs: Need::Products }
     }
     fn host<B>(name: &'static str, run: fn(&B) -> Outcome) -> Check<B> {
-        Check { name, run, uses_backend: false }
+        Check { name, run, needs: Need::Nothing }
     }
     vec![
         check("golden/q1d_row", golden_quantize::q1d_row),
@@ -55,30 +84,42 @@ pub fn all<B: Backend>() -> Vec<Check<B>> {
         check("golden/edge", golden_other::edge),
         host("golden/sr", golden_other::sr),
         host("golden/swizzle", golden_other::swizzle),
-        check("golden/gemm", golden_other::gemm),
+        products("golden/gemm", golden_other::gemm),
         check("golden/mlp, stage: x h dy dc quantized", golden_mlp_stages::quantize),
         check("golden/mlp, stage: w1 w2 quantized", golden_mlp_stages::weights),
-        check("golden/mlp, stage: c h", golden_mlp_stages::gemm_act),
-        check("golden/mlp, stage: y dx", golden_mlp_stages::gemm),
-        check("golden/mlp, stage: dh dc dprob", golden_mlp_stages::gemm_dact),
-        check("golden/mlp, stage: dw1 dw2", golden_mlp_stages::wgrad),
-        check(
+        products("golden/mlp, stage: c h", golden_mlp_stages::gemm_act),
+        products("golden/mlp, stage: y dx", golden_mlp_stages::gemm),
+        products("golden/mlp, stage: dh dc dprob", golden_mlp_stages::gemm_dact),
+        products("golden/mlp, stage: dw1 dw2", golden_mlp_stages::wgrad),
+        products(
             "golden/mlp, dgrad is fprop of the transpose",
             golden_mlp_stages::dgrad_is_fprop_of_the_transpose,
         ),
-        check("golden/mlp, end to end", golden_mlp_end_to_end::operator),
+        products("golden/mlp, end to end", golden_mlp_end_to_end::operator),
         check("invariant 1/bytes of amax and quantize passes", properties::quantize),
         check("invariant 1/bytes of weights", properties::weights),
         check("invariant 1/bytes of every BF16 value", properties::every_value),
-        check("invariant 2/recompute on equals off", invariants::recompute),
-        check("invariant 2/partial needs and separate amaxes", invariants::needs_and_separate_pass),
-        check("invariant 3/epilogue amaxes equal their pass", invariants::epilogue_amaxes),
-        check("invariant 4/two runs are equal", invariants::two_runs),
-        check("invariant 5/experts alone equal grouped", invariants::experts_alone),
-        check("invariant 6/rows of nobody", invariants::rows_of_nobody),
-        check("invariant 7/empty expert", invariants::empty_expert),
+        check("layout/swizzled scales", forms::swizzled),
+        check("layout/unpacked values", forms::unpacked),
+        check("layout/unpacked weights", forms::unpacked_weights),
+        check("dequantize/values", dequantize::values),
+        check("dequantize/rows of nobody", dequantize::rows_of_nobody),
+        check("dequantize/overflow and NaN", dequantize::overflow),
+        check("dequantize/weights", dequantize::weights),
+        products("invariant 2/recompute on equals off", invariants::recompute),
+        products("invariant 2/partial needs and separate amaxes", invariants::needs_and_separate_pass),
+        products("invariant 3/epilogue amaxes equal their pass", invariants::epilogue_amaxes),
+        products("invariant 4/two runs are equal", invariants::two_runs),
+        check("invariant 4/two quantizations are equal", quantizers::two_runs),
+        products("invariant 5/experts alone equal grouped", invariants::experts_alone),
+        check("invariant 5/experts quantized alone equal grouped", quantizers::experts_alone),
+        products("invariant 6/rows of nobody", invariants::rows_of_nobody),
+        check("invariant 6/quantized rows of nobody", quantizers::rows_of_nobody),
+        products("invariant 7/empty expert", invariants::empty_expert),
+        check("invariant 7/quantized empty experts", quantizers::empty_experts),
         check("defect 1/zero blocks", defects_quantize::zero_blocks),
         check("defect 2/scale underflow", defects_quantize::scale_underflow),
+        products("defect 2/products with an underflowed scale", defects_products::scale_underflow),
         check("defect 3/reciprocals", defects_quantize::reciprocals),
         check("defect 4/large inputs", defects_quantize::large_inputs),
         check("defect 5/negation", defects_quantize::negation),
@@ -87,29 +128,34 @@ pub fn all<B: Backend>() -> Vec<Check<B>> {
         check("defect 8/odd shapes", defects_quantize::odd_shapes),
         host("defect 9/large offsets", defects_quantize::large_offsets),
         check("defect 10/E2M1 edges and non-finite blocks", defects_quantize::e2m1_edges),
+        products("defect 10/non-finite blocks show in products", defects_products::non_finite_blocks),
         check("defect 11/amax of the signed transform", defects_rounding::signed_amax),
         check("defect 12/amax after RHT is bounded", defects_rounding::amax_bound),
         check("defect 13/order of additions in the RHT", defects_rounding::addition_order),
         check("defect 14/stochastic rounding is unbiased", defects_rounding::unbiased),
         check("defect 15/random bytes of each element", defects_rounding::random_bytes),
-        check("defect 15/streams of the operator", defects_rounding::operator_streams),
-        check("defect 16/reported splits", defects_products::reported_splits),
-        check("defect 17/accumulation", defects_products::accumulation),
-        check("defect 18/all splits zero", defects_products::all_empty),
-        check("defect 19/boundaries inside a tile", defects_products::boundaries),
-        check("defect 20/weights in one tensor or apart", defects_products::weights_apart),
-        check("defect 21/batches of growing size", defects_products::growing_batches),
-        check("defect 22/gradients at clamps", defects_activation::clamp_gradient),
-        check("defect 23/activation parameters", defects_activation::parameters),
-        check("defect 24/clamps act", defects_activation::clamp_acts),
-        check("savings/bound of dc's amax", savings::bound),
-        check("savings/passes left out", savings::passes_left_out),
-        check("savings/counted bytes", savings::counted_bytes),
+        products("defect 15/streams of the operator", defects_rounding::operator_streams),
+        products("defect 16/reported splits", defects_products::reported_splits),
+        products("defect 17/accumulation", defects_products::accumulation),
+        products("defect 18/all splits zero", defects_products::all_empty),
+        check("defect 18/quantization with all splits zero", quantizers::all_empty),
+        products("defect 19/boundaries inside a tile", defects_products::boundaries),
+        products("defect 20/weights in one tensor or apart", defects_products::weights_apart),
+        products("defect 21/batches of growing size", defects_products::growing_batches),
+        check("defect 21/quantization of growing batches", quantizers::growing_batches),
+        products("defect 22/gradients at clamps", defects_activation::clamp_gradient),
+        products("defect 23/activation parameters", defects_activation::parameters),
+        products("defect 24/clamps act", defects_activation::clamp_acts),
+        products("savings/bound of dc's amax", savings::bound),
+        products("savings/passes left out", savings::passes_left_out),
+        products("savings/counted bytes", savings::counted_bytes),
         check("property/amax of ragged groups", defects_rounding::plain_amax),
-        check("property/products", properties::gemm),
-        check("property/epilogues", properties::epilogues),
-        check("property/weight gradients", properties::wgrad),
-        check("property/bias gradients", defects_products::bias_grad),
+        check("property/many tiny experts", quantizers::tiny_experts),
+        check("property/tiles and their edges", quantizers::tile_edges),
+        products("property/products", properties::gemm),
+        products("property/epilogues", properties::epilogues),
+        products("property/weight gradients", properties::wgrad),
+        products("property/bias gradients", defects_products::bias_grad),
         check("property/permutation round trip", rows::round_trip),
         check("property/weighted unpermutation", rows::weighted),
         check("property/routing and its adjoint", rows::routing),
@@ -118,5 +164,5 @@ pub fn all<B: Backend>() -> Vec<Check<B>> {
 
 /// Checks of what exists for host memory only, so far.
 pub fn host_memory<B: Backend<Memory = Host>>() -> Vec<Check<B>> {
-    vec![Check { name: "savings/paged stash", run: savings::paged_stash, uses_backend: true }]
+    vec![Check { name: "savings/paged stash", run: savings::paged_stash, needs: Need::Products }]
 }

@@ -3,8 +3,8 @@
 use crate::compare::{bf16_bits, bytes, f32_bits};
 use crate::data::{self, Kind};
 use crate::drive::{
-    Bias, Cast, Gemm, GemmAct, GemmDact, Grads, Packed, Quantize, Side, Wgrad, amax, hadamard_amax,
-    quantize_weights,
+    Bias, Cast, Copy, Gemm, GemmAct, GemmDact, Grads, Quantize, Side, Wgrad, amax, hadamard_amax,
+    quantize_weights, quantize_weights_apart,
 };
 use crate::judge;
 use crate::report::{Failure, Outcome};
@@ -17,7 +17,7 @@ use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::{RandomStream, Rounding};
 use moe4::numerics::scale::GlobalScale;
 use moe4::numerics::{bf16 as bf, e2m1};
-use moe4::tensor::Groups;
+use moe4::tensor::{Groups, ScaleLayout};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
@@ -56,11 +56,26 @@ fn grouped((splits, extra): (Vec<usize>, usize), cols: usize, kind: Kind, seed: 
     (groups, x)
 }
 
-fn same_packed(name: &str, expected: &Packed, got: &Packed, k: usize) -> Outcome {
-    let rows = 2 * expected.codes.len() / k.max(1);
-    f32_bits(&format!("{name} amax"), &[expected.amax.len()], &expected.amax, &got.amax)?;
-    bytes(&format!("{name} scales"), &[rows, k / 16], &expected.scales, &got.scales)?;
-    bytes(&format!("{name} packed codes"), &[rows, k / 2], &expected.codes, &got.codes)
+/// Two copies of one layout, bit by bit.
+pub(super) fn same_copy(name: &str, expected: &Copy, got: &Copy, k: usize, layout: ScaleLayout) -> Outcome {
+    let (a, b) = (&expected.packed, &got.packed);
+    let rows = 2 * a.codes.len() / k.max(1);
+    f32_bits(&format!("{name} amax"), &[a.amax.len()], &a.amax, &b.amax)?;
+    let scales = match layout {
+        ScaleLayout::Plain => vec![rows, k / 16],
+        ScaleLayout::Swizzled128x4 => vec![layout.bytes(rows, k / 16)],
+    };
+    bytes(&format!("{name} scales, {layout:?}"), &scales, &a.scales, &b.scales)?;
+    bytes(&format!("{name} packed codes"), &[rows, k / 2], &a.codes, &b.codes)?;
+    match (&expected.unpacked, &got.unpacked) {
+        (Some(a), Some(b)) => bf16_bits(&format!("{name} unpacked"), &[rows, k], a, b),
+        (None, None) => Ok(()),
+        _ => Err(Failure::new(format!("{name}: BF16 values are there in one copy and not in the other"))),
+    }
+}
+
+fn any_layout_of_scales() -> impl Strategy<Value = ScaleLayout> {
+    prop_oneof![Just(ScaleLayout::Plain), Just(ScaleLayout::Swizzled128x4)]
 }
 
 /// The first invariant: amax and quantize passes give the bytes of the reference, whatever the input.
@@ -74,8 +89,9 @@ pub(super) fn quantize<B: Backend>(b: &B) -> Outcome {
         any_mask(),
         (any_rounding(), any_rounding()),
         damage,
+        (any_layout_of_scales(), any_layout_of_scales(), any::<bool>()),
     );
-    for_all(192, strategy, |(splits, blocks, kind, seed, mask, rounding, damage)| {
+    for_all(192, strategy, |(splits, blocks, kind, seed, mask, rounding, damage, forms)| {
         let cols = 16 * blocks;
         let (groups, mut x) = grouped(splits, cols, kind, seed);
         if let (Some(at), false) = (damage, x.is_empty()) {
@@ -92,23 +108,25 @@ pub(super) fn quantize<B: Backend>(b: &B) -> Outcome {
         f32_bits("amax", &experts, &expected.0, &got.0)?;
         f32_bits("amax after RHT", &experts, &expected.1, &got.1)?;
         f32_bits("amax by the plain pass", &experts, &expected.0, &amax(b, &x, cols, &groups)?)?;
-        let cast = |amax: &[f32], rounding| Cast { amax: amax.to_vec(), rounding };
         let both = Quantize {
             x: &x,
             cols,
             groups: &groups,
-            rowwise: Some(cast(&expected.0, rounding.0)),
-            columnwise: Some((mask, cast(&expected.1, rounding.1))),
+            rowwise: Some(Cast { layout: forms.0, unpacked: forms.2, ..Cast::new(&expected.0, rounding.0) }),
+            columnwise: Some((
+                mask,
+                Cast { layout: forms.1, unpacked: forms.2, ..Cast::new(&expected.1, rounding.1) },
+            )),
         };
         let row_only = Quantize { columnwise: None, ..both.clone() };
         let col_only = Quantize { rowwise: None, ..both.clone() };
         for case in [both, row_only, col_only] {
-            let ((row, col), (got_row, got_col)) = (case.run(&Reference)?, case.run(b)?);
+            let ((row, col), (got_row, got_col)) = (case.run_copies(&Reference)?, case.run_copies(b)?);
             if let (Some(expected), Some(got)) = (row, got_row) {
-                same_packed("rowwise", &expected, &got, cols)?;
+                same_copy("rowwise", &expected, &got, cols, forms.0)?;
             }
             if let (Some(expected), Some(got)) = (col, got_col) {
-                same_packed("columnwise", &expected, &got, groups.padded_rows())?;
+                same_copy("columnwise", &expected, &got, groups.padded_rows(), forms.1)?;
             }
         }
         Ok(())
@@ -151,9 +169,13 @@ pub(super) fn weights<B: Backend>(b: &B) -> Outcome {
             let at = seed as usize % w.len();
             w[at] = bf16::INFINITY;
         }
-        let (expected, got) =
-            (quantize_weights(&Reference, &w, experts, shape)?, quantize_weights(b, &w, experts, shape)?);
-        same_packed("weights", &expected, &got, shape.k)
+        let apart: Vec<&[bf16]> = w.chunks(shape.n * shape.k).collect();
+        let expected = quantize_weights_apart(&Reference, &apart, shape, true)?;
+        let got = quantize_weights_apart(b, &apart, shape, true)?;
+        same_copy("weights", &expected, &got, shape.k, ScaleLayout::Plain)?;
+        let together = Copy { packed: quantize_weights(b, &w, experts, shape)?, unpacked: None };
+        let expected = Copy { unpacked: None, ..expected };
+        same_copy("weights in one tensor", &expected, &together, shape.k, ScaleLayout::Plain)
     })
 }
 

@@ -3,14 +3,16 @@
 //! A struct here has the name of its pass and holds the inputs; `run` uploads them, hands the backend outputs filled
 //! with poison (bytes 0xAA, NaN), and downloads what it wrote. Whatever a pass forgets to write is thus seen.
 
+mod dequantize;
 mod operator;
 mod products;
 mod quantize;
 mod rows;
 
+pub use dequantize::Dequantize;
 pub use operator::{Step, StepOut};
 pub use products::{Bias, Gemm, GemmAct, GemmActOut, GemmDact, GemmDactExtras, GemmDactOut, Grads, Wgrad};
-pub use quantize::{Cast, Quantize, amax, hadamard_amax, quantize_weights};
+pub use quantize::{Cast, Copy, Quantize, amax, hadamard_amax, quantize_weights, quantize_weights_apart};
 pub use rows::{BiasGrad, permute, unpermute};
 
 use half::bf16;

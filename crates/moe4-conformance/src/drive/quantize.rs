@@ -6,10 +6,11 @@ use moe4::kernels::Backend;
 use moe4::kernels::contract::{
     self, ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize, QuantizeWeights,
 };
-use moe4::kernels::{Buffer, Error, Memory};
+use moe4::kernels::{Buffer, Error, Memory, View};
+use moe4::numerics::BLOCK;
 use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::Rounding;
-use moe4::tensor::{Groups, Nvfp4, OperandShape};
+use moe4::tensor::{Groups, Nvfp4, OperandShape, ScaleLayout};
 
 /// `[E]` amaxes by `group_amax`.
 pub fn amax<B: Backend>(b: &B, x: &[bf16], cols: usize, groups: &Groups) -> Result<Vec<f32>, Error> {
@@ -50,13 +51,31 @@ pub struct Cast {
     pub amax: Vec<f32>,
     /// Rounding of the elements.
     pub rounding: Rounding,
+    /// Of the block scales.
+    pub layout: ScaleLayout,
+    /// BF16 values as well.
+    pub unpacked: bool,
 }
 
 impl Cast {
-    /// To nearest.
-    pub fn nearest(amax: &[f32]) -> Self {
-        Self { amax: amax.to_vec(), rounding: Rounding::Nearest }
+    /// Plain scales and no BF16 values.
+    pub fn new(amax: &[f32], rounding: Rounding) -> Self {
+        Self { amax: amax.to_vec(), rounding, layout: ScaleLayout::Plain, unpacked: false }
     }
+
+    /// The same, to nearest.
+    pub fn nearest(amax: &[f32]) -> Self {
+        Self::new(amax, Rounding::Nearest)
+    }
+}
+
+/// A quantized copy on the host, with its BF16 values if they were asked for.
+#[derive(Clone, Debug)]
+pub struct Copy {
+    /// Codes, scales in the layout that was asked for, amaxes.
+    pub packed: Packed,
+    /// `[rows, k]`.
+    pub unpacked: Option<Vec<bf16>>,
 }
 
 /// `group_quantize`.
@@ -78,6 +97,7 @@ struct Output<M: Memory> {
     amax: Buffer<M, f32>,
     codes: Buffer<M, u8>,
     scales: Buffer<M, u8>,
+    unpacked: Option<Buffer<M, bf16>>,
 }
 
 impl<M: Memory> Output<M> {
@@ -85,27 +105,41 @@ impl<M: Memory> Output<M> {
         Ok(Self {
             amax: b.upload(&cast.amax)?,
             codes: poisoned(b, shape.code_bytes())?,
-            scales: poisoned(b, shape.scale_bytes())?,
+            scales: poisoned(b, cast.layout.bytes(shape.rows, shape.k / BLOCK))?,
+            unpacked: cast.unpacked.then(|| poisoned(b, shape.rows * shape.k)).transpose()?,
         })
     }
 
-    fn cast(&mut self, rounding: Rounding) -> contract::Cast<'_, M> {
+    fn cast(&mut self, cast: &Cast) -> contract::Cast<'_, M> {
         contract::Cast {
             amax: M::view(&self.amax),
-            rounding,
+            rounding: cast.rounding,
+            layout: cast.layout,
             codes: M::view_mut(&mut self.codes),
             scales: M::view_mut(&mut self.scales),
+            unpacked: self.unpacked.as_mut().map(M::view_mut),
         }
     }
 
-    fn download<B: Backend<Memory = M>>(&self, b: &B) -> Result<Packed, Error> {
-        Ok(Nvfp4 { codes: host(b, &self.codes)?, scales: host(b, &self.scales)?, amax: host(b, &self.amax)? })
+    fn download<B: Backend<Memory = M>>(&self, b: &B) -> Result<Copy, Error> {
+        let packed = Nvfp4 {
+            codes: host(b, &self.codes)?,
+            scales: host(b, &self.scales)?,
+            amax: host(b, &self.amax)?,
+        };
+        Ok(Copy { packed, unpacked: self.unpacked.as_ref().map(|values| host(b, values)).transpose()? })
     }
 }
 
 impl Quantize<'_> {
-    /// The rowwise and the columnwise copy, as asked for.
+    /// The rowwise and the columnwise copy, as asked for, without BF16 values.
     pub fn run<B: Backend>(&self, b: &B) -> Result<(Option<Packed>, Option<Packed>), Error> {
+        let (row, col) = self.run_copies(b)?;
+        Ok((row.map(|copy| copy.packed), col.map(|copy| copy.packed)))
+    }
+
+    /// The rowwise and the columnwise copy, as asked for.
+    pub fn run_copies<B: Backend>(&self, b: &B) -> Result<(Option<Copy>, Option<Copy>), Error> {
         let Quantize { x, cols, groups, rowwise, columnwise } = self;
         let (x, on_device) = (b.upload(x)?, b.groups(groups)?);
         let output = |cast, shape| Output::new(b, cast, shape);
@@ -117,37 +151,60 @@ impl Quantize<'_> {
             x: B::Memory::view(&x),
             cols: *cols,
             groups: &on_device,
-            rowwise: row.as_mut().zip(rowwise.as_ref()).map(|(out, c)| out.cast(c.rounding)),
+            rowwise: row.as_mut().zip(rowwise.as_ref()).map(|(out, c)| out.cast(c)),
             columnwise: col
                 .as_mut()
                 .zip(columnwise.as_ref())
-                .map(|(out, (rht, c))| ColumnwiseCast { rht: *rht, cast: out.cast(c.rounding) }),
+                .map(|(out, (rht, c))| ColumnwiseCast { rht: *rht, cast: out.cast(c) }),
         })?;
         let row = row.map(|out| out.download(b)).transpose()?;
         Ok((row, col.map(|out| out.download(b)).transpose()?))
     }
 }
 
-/// `quantize_weights` of `[E, n, k]`.
+/// `quantize_weights` of `[E, n, k]`, without BF16 values.
 pub fn quantize_weights<B: Backend>(
     b: &B,
     w: &[bf16],
     experts: usize,
     shape: contract::WeightShape,
 ) -> Result<Packed, Error> {
-    let contract::WeightShape { n, k } = shape;
     let w = b.upload(w)?;
+    let views = B::Memory::split(B::Memory::view(&w), experts);
+    Ok(quantize_weight_views(b, views, shape, false)?.packed)
+}
+
+/// `quantize_weights` of tensors `[n, k]` that lie apart, with BF16 values if asked for.
+pub fn quantize_weights_apart<B: Backend>(
+    b: &B,
+    w: &[&[bf16]],
+    shape: contract::WeightShape,
+    unpacked: bool,
+) -> Result<Copy, Error> {
+    let w = w.iter().map(|w| b.upload(w)).collect::<Result<Vec<_>, _>>()?;
+    quantize_weight_views(b, w.iter().map(B::Memory::view).collect(), shape, unpacked)
+}
+
+fn quantize_weight_views<B: Backend>(
+    b: &B,
+    w: Vec<View<'_, B::Memory, bf16>>,
+    shape: contract::WeightShape,
+    unpacked: bool,
+) -> Result<Copy, Error> {
+    let (contract::WeightShape { n, k }, experts) = (shape, w.len());
     let operand = OperandShape { rows: experts * n, k };
     let mut out = Output {
         amax: poisoned::<B, f32>(b, experts)?,
         codes: poisoned(b, operand.code_bytes())?,
         scales: poisoned(b, operand.scale_bytes())?,
+        unpacked: unpacked.then(|| poisoned(b, operand.rows * k)).transpose()?,
     };
     b.quantize_weights(QuantizeWeights {
-        w: B::Memory::split(B::Memory::view(&w), experts),
+        w: w.into_iter().map(B::Memory::shorten).collect(),
         shape,
         codes: B::Memory::view_mut(&mut out.codes),
         scales: B::Memory::view_mut(&mut out.scales),
+        unpacked: out.unpacked.as_mut().map(B::Memory::view_mut),
         amax: B::Memory::view_mut(&mut out.amax),
     })?;
     out.download(b)

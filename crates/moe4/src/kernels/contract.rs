@@ -11,7 +11,7 @@ use super::memory::{Extent, Memory, View, ViewMut};
 use crate::numerics::BLOCK;
 use crate::numerics::hadamard::SignMask;
 use crate::numerics::rounding::Rounding;
-use crate::tensor::Nvfp4;
+use crate::tensor::{Nvfp4, ScaleLayout};
 use half::bf16;
 
 /// Largest finite magnitude of each expert's rows; 0 for an empty expert.
@@ -62,10 +62,15 @@ pub struct Cast<'a, M: Memory> {
     pub amax: View<'a, M, f32>,
     /// Rounding of the elements.
     pub rounding: Rounding,
-    /// Out: packed E2M1.
+    /// How `scales` lie in memory.
+    pub layout: ScaleLayout,
+    /// Out, `[rows, k/2]`: packed E2M1.
     pub codes: ViewMut<'a, M, u8>,
-    /// Out: E4M3.
+    /// Out: E4M3, `[rows, k/16]` in `layout`, padding zero.
     pub scales: ViewMut<'a, M, u8>,
+    /// Out, `[rows, k]`: `code · f32(block scale)`, see [`unpacked`](crate::numerics::scale::unpacked); the global
+    /// scale is left out. Zero where no expert has a token.
+    pub unpacked: Option<ViewMut<'a, M, bf16>>,
 }
 
 /// A columnwise copy to be written.
@@ -86,8 +91,51 @@ pub struct QuantizeWeights<'a, M: Memory> {
     pub codes: ViewMut<'a, M, u8>,
     /// Out, `[E, n, k/16]`: a tile's scale repeated over its 16 rows.
     pub scales: ViewMut<'a, M, u8>,
+    /// Out, `[E, n, k]`: `code · f32(block scale)`, see [`unpacked`](crate::numerics::scale::unpacked).
+    pub unpacked: Option<ViewMut<'a, M, bf16>>,
     /// Out, `[E]`.
     pub amax: ViewMut<'a, M, f32>,
+}
+
+/// The values of a quantized copy of `[T, cols]`: [`dequantize`](crate::numerics::scale::dequantize) of each element.
+///
+/// Weights `[E, n, k]` are a rowwise copy of `E · n` rows with splits of `n`.
+pub struct Dequantize<'a, M: Memory> {
+    /// Packed E2M1: `[T, cols/2]` rowwise, `[cols, Tp/2]` columnwise.
+    pub codes: View<'a, M, u8>,
+    /// E4M3: `[T, cols/16]` rowwise, `[cols, Tp/16]` columnwise, in `layout`.
+    pub scales: View<'a, M, u8>,
+    /// `[E]`: the amax that the copy was made with.
+    pub amax: View<'a, M, f32>,
+    /// Columns of the tensor; `cols` a multiple of 16.
+    pub cols: usize,
+    /// Rows of each expert.
+    pub groups: &'a M::Groups,
+    /// Which copy this is.
+    pub direction: Direction,
+    /// How `scales` lie in memory.
+    pub layout: ScaleLayout,
+    /// Out: `[T, cols]` rowwise, `[cols, Tp]` columnwise. Rows and token positions of nobody are 0, whatever their codes.
+    pub out: ViewMut<'a, M, f32>,
+}
+
+/// Along which dimension of a `[T, cols]` tensor the blocks of a quantized copy run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// Along columns; row `r` belongs to the expert that owns row `r`.
+    Rowwise,
+    /// Along tokens; position `p` belongs to the expert whose padded range holds it.
+    Columnwise,
+}
+
+impl Direction {
+    /// `[rows, k]` of the copy of a tensor with `cols` columns.
+    pub fn shape(self, groups: &impl Extent, cols: usize) -> [usize; 2] {
+        match self {
+            Direction::Rowwise => [groups.rows(), cols],
+            Direction::Columnwise => [cols, groups.padded_rows()],
+        }
+    }
 }
 
 /// The stored shape of one expert's weight.
@@ -351,6 +399,22 @@ fn multiple_of_block(what: &'static str, got: usize) -> Checked {
     Err(Misuse::Multiple { what, multiple: BLOCK, got, fix: "pad the dimension with zeros" })
 }
 
+fn check_scales(kernel: &'static str, layout: ScaleLayout, rows: usize, k: usize, got: usize) -> Checked {
+    let name = match layout {
+        ScaleLayout::Plain => "scales",
+        ScaleLayout::Swizzled128x4 => "scales, padded to tiles of 128x4,",
+    };
+    expect_len(kernel, name, &layout.padded_shape(rows, k / BLOCK), got)
+}
+
+fn check_unpacked<M: Memory>(
+    kernel: &'static str,
+    shape: &[usize],
+    unpacked: &Option<ViewMut<'_, M, bf16>>,
+) -> Checked {
+    unpacked.as_ref().map_or(Ok(()), |v| expect_len(kernel, "unpacked", shape, M::len_mut(v)))
+}
+
 fn check_amax_out<M: Memory>(kernel: &'static str, out: &Option<AmaxOut<'_, M>>, experts: usize) -> Checked {
     let Some(out) = out else { return Ok(()) };
     expect_len(kernel, "amax", &[experts], M::len_mut(&out.amax))?;
@@ -473,7 +537,8 @@ impl<M: Memory> Cast<'_, M> {
         let kernel = "group_quantize";
         expect_len(kernel, "amax", &[experts], M::len(&self.amax))?;
         expect_len(kernel, "codes", &[rows, k / 2], M::len_mut(&self.codes))?;
-        expect_len(kernel, "scales", &[rows, k / BLOCK], M::len_mut(&self.scales))
+        check_scales(kernel, self.layout, rows, k, M::len_mut(&self.scales))?;
+        check_unpacked::<M>(kernel, &[rows, k], &self.unpacked)
     }
 }
 
@@ -502,7 +567,21 @@ impl<M: Memory> QuantizeWeights<'_, M> {
         check_experts::<M>(kernel, "w", &self.w, n, k, experts)?;
         expect_len(kernel, "codes", &[experts, n, k / 2], M::len_mut(&self.codes))?;
         expect_len(kernel, "scales", &[experts, n, k / BLOCK], M::len_mut(&self.scales))?;
+        check_unpacked::<M>(kernel, &[experts, n, k], &self.unpacked)?;
         expect_len(kernel, "amax", &[experts], M::len_mut(&self.amax))
+    }
+}
+
+impl<M: Memory> Dequantize<'_, M> {
+    /// Lengths against shapes.
+    pub fn check(&self) -> Checked {
+        let kernel = "dequantize";
+        multiple_of_block("columns of a quantized tensor", self.cols)?;
+        let [rows, k] = self.direction.shape(self.groups, self.cols);
+        expect_len(kernel, "codes", &[rows, k / 2], M::len(&self.codes))?;
+        check_scales(kernel, self.layout, rows, k, M::len(&self.scales))?;
+        expect_len(kernel, "amax", &[self.groups.experts()], M::len(&self.amax))?;
+        expect_len(kernel, "out", &[rows, k], M::len_mut(&self.out))
     }
 }
 

@@ -4,7 +4,7 @@
 
 use super::contract::*;
 use super::memory::{Extent, Memory};
-use super::work::{self, DactOutputs, Rows, Work};
+use super::work::{self, CopyForm, DactOutputs, Rows, Work};
 
 fn rows<G: Extent>(groups: &G) -> Rows {
     Rows { rows: groups.rows(), padded: groups.padded_rows(), experts: groups.experts() }
@@ -49,17 +49,33 @@ impl<M: Memory> GroupHadamardAmax<'_, M> {
     }
 }
 
+impl<M: Memory> Cast<'_, M> {
+    fn form(&self) -> CopyForm {
+        CopyForm { layout: self.layout, unpacked: self.unpacked.is_some() }
+    }
+}
+
 impl<M: Memory> GroupQuantize<'_, M> {
     /// Bytes and operations.
     pub fn work(&self) -> Work {
-        work::quantize(rows(self.groups), self.cols, self.rowwise.is_some(), self.columnwise.is_some())
+        let rowwise = self.rowwise.as_ref().map(Cast::form);
+        let columnwise = self.columnwise.as_ref().map(|c| c.cast.form());
+        work::quantize(rows(self.groups), self.cols, rowwise, columnwise)
     }
 }
 
 impl<M: Memory> QuantizeWeights<'_, M> {
     /// Bytes and operations.
     pub fn work(&self) -> Work {
-        work::quantize_weights(self.w.len(), self.shape)
+        work::quantize_weights(self.w.len(), self.shape, self.unpacked.is_some())
+    }
+}
+
+impl<M: Memory> Dequantize<'_, M> {
+    /// Bytes and operations.
+    pub fn work(&self) -> Work {
+        let [rows, k] = self.direction.shape(self.groups, self.cols);
+        work::dequantize(rows, k, self.layout, self.groups.experts())
     }
 }
 

@@ -90,6 +90,17 @@ pub struct Unsupported {
     pub fix: String,
 }
 
+impl Unsupported {
+    /// What the pass `pass` of a backend without products says, and the operator before its first pass.
+    pub fn products(backend: &Capabilities, pass: &str) -> Self {
+        Self {
+            backend: backend.backend.into(),
+            what: format!("matrix products ({pass})"),
+            fix: "use a backend whose capabilities list products, such as cpu".into(),
+        }
+    }
+}
+
 /// A failure of a device or its driver.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{device}: {call} failed: {reason}")]
@@ -118,6 +129,9 @@ pub(crate) fn expect_len(
 
 /// The operator's needs against what a backend can do.
 pub(crate) fn require(backend: &Capabilities, nvfp4: bool, stochastic: bool) -> Result<(), Unsupported> {
+    if !backend.products {
+        return Err(Unsupported::products(backend, "the operator"));
+    }
     let missing = if nvfp4 && !backend.nvfp4 {
         ("NVFP4 operands", "use precision bf16 or another backend")
     } else if !nvfp4 && !backend.bf16 {

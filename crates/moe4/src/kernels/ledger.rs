@@ -19,6 +19,7 @@ pub enum PassName {
     GroupHadamardAmax,
     GroupQuantize { rowwise: bool, columnwise: bool },
     QuantizeWeights,
+    Dequantize,
     GroupedGemm,
     GroupedGemmAct { amax: EpilogueAmax },
     GroupedGemmDact { amax: EpilogueAmax, recompute: bool },
@@ -42,6 +43,7 @@ impl fmt::Display for PassName {
                 with(f, "group_quantize", &[(rowwise, "rowwise"), (columnwise, "columnwise")])
             }
             PassName::QuantizeWeights => f.write_str("quantize_weights"),
+            PassName::Dequantize => f.write_str("dequantize"),
             PassName::GroupedGemm => f.write_str("grouped_gemm"),
             PassName::GroupedGemmAct { amax } => with(f, "grouped_gemm_act", &amax.parts()),
             PassName::GroupedGemmDact { amax, recompute } => {
@@ -176,6 +178,9 @@ impl<B: Backend> Backend for Ledger<'_, B> {
     }
     fn quantize_weights(&self, pass: QuantizeWeights<'_, B::Memory>) -> Result<(), Error> {
         self.record(PassName::QuantizeWeights, pass.work(), || self.inner.quantize_weights(pass))
+    }
+    fn dequantize(&self, pass: Dequantize<'_, B::Memory>) -> Result<(), Error> {
+        self.record(PassName::Dequantize, pass.work(), || self.inner.dequantize(pass))
     }
     fn grouped_gemm(&self, pass: GroupedGemm<'_, B::Memory>) -> Result<(), Error> {
         self.record(PassName::GroupedGemm, pass.work(), || self.inner.grouped_gemm(pass))

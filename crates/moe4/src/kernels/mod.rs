@@ -36,6 +36,9 @@ pub struct Capabilities {
     pub bf16: bool,
     /// Stochastic rounding of gradients.
     pub stochastic_rounding: bool,
+    /// `grouped_gemm`, `grouped_gemm_act`, `grouped_gemm_dact`, `grouped_wgrad` and `grouped_bias_grad`. A backend
+    /// without them quantizes, dequantizes and permutes; these five passes and the operator give [`Unsupported`].
+    pub products: bool,
 }
 
 /// One implementation of the passes. A pass checks its descriptor, writes all its outputs or returns an error.
@@ -67,6 +70,8 @@ pub trait Backend: Send + Sync {
     fn group_quantize(&self, pass: GroupQuantize<'_, Self::Memory>) -> Result<(), Error>;
     /// 16x16 tiles, amax included.
     fn quantize_weights(&self, pass: QuantizeWeights<'_, Self::Memory>) -> Result<(), Error>;
+    /// A quantized copy back to `f32`.
+    fn dequantize(&self, pass: Dequantize<'_, Self::Memory>) -> Result<(), Error>;
     /// Rows times their expert's weight, optional bias.
     fn grouped_gemm(&self, pass: GroupedGemm<'_, Self::Memory>) -> Result<(), Error>;
     /// FC1, activation and probability; `h`'s amaxes.

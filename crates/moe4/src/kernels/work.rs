@@ -7,6 +7,7 @@
 
 use super::contract::WeightShape;
 use crate::numerics::BLOCK;
+use crate::tensor::ScaleLayout;
 use std::iter::Sum;
 use std::ops::Add;
 
@@ -73,17 +74,39 @@ pub fn amax(r: Rows, cols: usize, outputs: usize) -> Work {
     work(r.rows * cols * BF16, outputs * r.experts * F32)
 }
 
+/// The form in which `group_quantize` writes a copy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CopyForm {
+    /// Of the block scales.
+    pub layout: ScaleLayout,
+    /// BF16 values as well.
+    pub unpacked: bool,
+}
+
+impl CopyForm {
+    fn bytes(self, rows: usize, k: usize) -> usize {
+        rows * (k / 2) + self.layout.bytes(rows, k / BLOCK) + self.unpacked as usize * rows * k * BF16
+    }
+}
+
 /// `group_quantize` in the given directions, one read for both.
-pub fn quantize(r: Rows, cols: usize, rowwise: bool, columnwise: bool) -> Work {
-    let copies = rowwise as usize + columnwise as usize;
-    let row = if rowwise { packed_bytes(r.rows, cols) } else { 0 };
-    let column = if columnwise { packed_bytes(cols, r.padded) } else { 0 };
+pub fn quantize(r: Rows, cols: usize, rowwise: Option<CopyForm>, columnwise: Option<CopyForm>) -> Work {
+    let copies = rowwise.is_some() as usize + columnwise.is_some() as usize;
+    let row = rowwise.map_or(0, |form| form.bytes(r.rows, cols));
+    let column = columnwise.map_or(0, |form| form.bytes(cols, r.padded));
     work(r.rows * cols * BF16 + copies * r.experts * F32, row + column)
 }
 
-/// `quantize_weights`.
-pub fn quantize_weights(experts: usize, WeightShape { n, k }: WeightShape) -> Work {
-    work(experts * n * k * BF16, experts * (packed_bytes(n, k) + F32))
+/// `quantize_weights`, with BF16 values as well if `unpacked`.
+pub fn quantize_weights(experts: usize, WeightShape { n, k }: WeightShape, unpacked: bool) -> Work {
+    let values = if unpacked { n * k * BF16 } else { 0 };
+    work(experts * n * k * BF16, experts * (packed_bytes(n, k) + values + F32))
+}
+
+/// `dequantize` of a copy `[rows, k]`.
+pub fn dequantize(rows: usize, k: usize, layout: ScaleLayout, experts: usize) -> Work {
+    let form = CopyForm { layout, unpacked: false };
+    work(form.bytes(rows, k) + experts * F32, rows * k * F32)
 }
 
 /// Bytes of an operand `[rows, k]` with its amaxes if it is packed.
@@ -158,4 +181,25 @@ pub fn bias_grad(r: Rows, hidden: usize, db2: bool) -> Work {
 pub fn gather(slots: usize, tokens: usize, cols: usize, weights: bool) -> Work {
     let index = slots * (size_of::<u32>() + if weights { F32 } else { 0 });
     work(slots * cols * BF16 + index, tokens * cols * BF16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn forms_of_a_copy_count_what_they_store() {
+        // [20, 48] and [48, 32]: 3 and 2 scales a row, in tiles of 128 x 4.
+        let rows = Rows { rows: 20, padded: 32, experts: 2 };
+        let form = |layout, unpacked| Some(CopyForm { layout, unpacked });
+        let written = |row, column| quantize(rows, 48, row, column).written;
+        let (plain, swizzled) = (ScaleLayout::Plain, ScaleLayout::Swizzled128x4);
+        assert_eq!(written(form(plain, false), None), 20 * (24 + 3));
+        assert_eq!(written(form(swizzled, false), None), 20 * 24 + 512);
+        assert_eq!(written(None, form(swizzled, true)), 48 * 16 + 512 + 48 * 32 * 2);
+        let shape = WeightShape { n: 16, k: 32 };
+        assert_eq!(quantize_weights(3, shape, true).written, 3 * (16 * (16 + 2) + 16 * 32 * 2 + 4));
+        let back = dequantize(20, 48, swizzled, 2);
+        assert_eq!((back.read, back.written, back.flops), (20 * 24 + 512 + 8, 20 * 48 * 4, 0));
+    }
 }

@@ -4,7 +4,8 @@ use super::config::Precision;
 use super::plan::{Plan, PlannedPass, SavedAs};
 use crate::kernels::PassName;
 use crate::kernels::contract::WeightShape;
-use crate::kernels::work::{self, DactOutputs, Rows, Work};
+use crate::kernels::work::{self, CopyForm, DactOutputs, Rows, Work};
+use crate::tensor::ScaleLayout;
 
 /// One tensor that waits for the backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +40,8 @@ impl Plan {
             PassName::GroupAmax => work::amax(rows, cols, 1),
             PassName::GroupHadamardAmax => work::amax(rows, cols, 2),
             PassName::GroupQuantize { rowwise, columnwise } => {
-                work::quantize(rows, cols, rowwise, columnwise)
+                let plain = |made: bool| made.then(CopyForm::default);
+                work::quantize(rows, cols, plain(rowwise), plain(columnwise))
             }
             PassName::GroupedGemmAct { amax } => {
                 work::gemm_act(rows, dims, operand(hidden) + weight(w1), c.bias, amax.outputs())
@@ -63,10 +65,11 @@ impl Plan {
                 work::wgrad(rows, w2, column(hidden) + column(ffn), size_of::<f32>(), false)
             }
             PassName::GroupedBiasGrad => work::bias_grad(rows, hidden, self.needs.weights),
-            // Not part of a plan: weights are prepared, and tokens sorted, outside of it.
+            // Not part of a plan: weights are prepared, copies looked at, and tokens sorted, outside of it.
             PassName::QuantizeWeights => {
-                work::quantize_weights(rows.experts, if pass.tensor == "w1" { w1 } else { w2 })
+                work::quantize_weights(rows.experts, if pass.tensor == "w1" { w1 } else { w2 }, false)
             }
+            PassName::Dequantize => work::dequantize(rows.rows, cols, ScaleLayout::Plain, rows.experts),
             PassName::Permute | PassName::Unpermute => work::gather(rows.rows, rows.rows, hidden, false),
         }
     }

@@ -9,7 +9,7 @@ use crate::kernels::contract::{
 use crate::kernels::{Backend, Buffer, Error, Extent, Memory, View};
 use crate::numerics::BLOCK;
 use crate::numerics::rounding::Rounding;
-use crate::tensor::{Nvfp4, OperandShape};
+use crate::tensor::{Nvfp4, OperandShape, ScaleLayout};
 use half::bf16;
 
 /// A `[T, cols]` tensor, rows grouped by expert.
@@ -137,7 +137,14 @@ pub(super) fn quantize<B: Backend>(
 
 fn cast<M: Memory>(q: &mut Packed<M>, rounding: Rounding) -> Cast<'_, M> {
     let Nvfp4 { codes, scales, amax } = &mut q.0;
-    Cast { amax: M::view(amax), rounding, codes: M::view_mut(codes), scales: M::view_mut(scales) }
+    Cast {
+        amax: M::view(amax),
+        rounding,
+        layout: ScaleLayout::Plain,
+        codes: M::view_mut(codes),
+        scales: M::view_mut(scales),
+        unpacked: None,
+    }
 }
 
 fn trace_copy<B: Backend>(

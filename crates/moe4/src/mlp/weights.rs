@@ -170,6 +170,7 @@ impl GroupedMlp {
                     shape,
                     codes: B::Memory::view_mut(&mut q.codes),
                     scales: B::Memory::view_mut(&mut q.scales),
+                    unpacked: None,
                     amax: B::Memory::view_mut(&mut q.amax),
                 })?;
                 Values::Nvfp4(Packed(q))

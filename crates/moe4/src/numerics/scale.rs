@@ -12,6 +12,7 @@
 //! dividing `x` instead of multiplying by `e`, changes bytes.
 
 use super::{e2m1, e4m3};
+use half::bf16;
 
 /// `448 · 6`: the largest magnitude that a block can hold under a global scale of 1.
 pub const RANGE: f32 = e4m3::MAX * e2m1::MAX;
@@ -57,10 +58,26 @@ pub fn product_alpha(amax_a: f32, amax_b: f32) -> f32 {
     ((a.decode as f64 * b.decode as f64) as f32).min(f32::MAX)
 }
 
+/// The value of a code under its block scale, without the global scale: `code · f32(scale)`.
+///
+/// Exact: two significant bits times four. A negative code under a scale of zero and code 8 under any scale give -0. A
+/// NaN scale gives the quiet NaN 0x7FC0, whatever the code.
+#[inline(always)]
+pub fn unpacked(code: u8, scale: u8) -> bf16 {
+    if scale & 0x7F == e4m3::NAN {
+        return bf16::from_bits(0x7FC0);
+    }
+    super::bf16::from_f32(e2m1::decode(code) * e4m3::decode(scale))
+}
+
 /// The value of a code: `((f32(scale) · amax) · fl(1/2688)) · code`, in this order.
+///
+/// Where `scale · amax` exceeds `FLT_MAX` the value is infinite, and that of a code of zero is NaN. Every NaN is the quiet
+/// 0x7FC0_0000, so that its bits do not depend on the hardware.
 #[inline(always)]
 pub fn dequantize(code: u8, scale: u8, amax: f32) -> f32 {
-    ((e4m3::decode(scale) * amax) * (1.0 / RANGE)) * e2m1::decode(code)
+    let value = ((e4m3::decode(scale) * amax) * (1.0 / RANGE)) * e2m1::decode(code);
+    if value.is_nan() { f32::from_bits(0x7FC0_0000) } else { value }
 }
 
 #[cfg(test)]
@@ -77,6 +94,16 @@ mod tests {
     }
 
     #[test]
+    fn unpacked_values_are_exact_and_keep_their_sign() {
+        for (code, scale) in (0..16).flat_map(|code| (0..0x7F).map(move |scale| (code, scale))) {
+            let exact = e2m1::decode(code) * e4m3::decode(scale);
+            assert_eq!(unpacked(code, scale).to_f32().to_bits(), exact.to_bits(), "{code} {scale:#04x}");
+        }
+        assert_eq!([unpacked(8, 0x38), unpacked(15, 0)].map(bf16::to_bits), [0x8000; 2]);
+        assert!((0..16).all(|code| unpacked(code, e4m3::NAN).to_bits() == 0x7FC0));
+    }
+
+    #[test]
     fn extreme_amaxes_stay_finite() {
         for amax in [f32::from_bits(1), f32::MIN_POSITIVE, 1e-30, 1.0, 1e5, f32::MAX] {
             let g = GlobalScale::from_amax(amax);
@@ -87,6 +114,15 @@ mod tests {
             assert_ne!(g.block_scale(amax) & 0x7F, e4m3::NAN);
             assert!(g.multiplier(g.block_scale(amax)).is_finite());
         }
+    }
+
+    #[test]
+    fn every_nan_is_the_same() {
+        let nan = |code, scale, amax| dequantize(code, scale, amax).to_bits() == 0x7FC0_0000;
+        assert!((0..16).all(|code| nan(code, e4m3::NAN, 1.0)));
+        // 448 · 3e38 is infinite, and no zero times infinity.
+        assert!(nan(0, 0x7E, 3e38) && nan(8, 0x7E, 3e38));
+        assert_eq!(dequantize(9, 0x7E, 3e38), f32::NEG_INFINITY);
     }
 
     #[test]

@@ -9,3 +9,4 @@ pub mod scale_layout;
 
 pub use groups::{Groups, GroupsError, RowBlock};
 pub use nvfp4::{Nvfp4, OperandShape, Quantized, Tile};
+pub use scale_layout::ScaleLayout;

@@ -6,13 +6,47 @@
 
 use std::ops::Range;
 
+/// How the block scales `[rows, cols]` of an operand lie in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum ScaleLayout {
+    /// Row by row, no padding.
+    #[default]
+    Plain,
+    /// Tiles of 128 x 4 of the whole matrix, as tensor cores read them; every byte of padding is zero.
+    Swizzled128x4,
+}
+
+impl ScaleLayout {
+    /// Rows and columns with their padding, whose product is the number of bytes.
+    pub fn padded_shape(self, rows: usize, cols: usize) -> [usize; 2] {
+        match self {
+            Self::Plain => [rows, cols],
+            Self::Swizzled128x4 => [rows.next_multiple_of(TILE_ROWS), cols.next_multiple_of(TILE_COLS)],
+        }
+    }
+
+    /// Bytes of `[rows, cols]` scales, padding included.
+    pub fn bytes(self, rows: usize, cols: usize) -> usize {
+        self.padded_shape(rows, cols).iter().product()
+    }
+
+    /// Where the scale of `(row, col)` lies in a matrix with `cols` scale columns.
+    #[inline]
+    pub fn offset(self, row: usize, col: usize, cols: usize) -> usize {
+        match self {
+            Self::Plain => row * cols + col,
+            Self::Swizzled128x4 => offset(row, col, cols),
+        }
+    }
+}
+
 const TILE_ROWS: usize = 128;
 const TILE_COLS: usize = 4;
 const TILE: usize = TILE_ROWS * TILE_COLS;
 
 /// Bytes of the swizzled form of `[rows, cols]` scales, padding included.
 pub fn swizzled_len(rows: usize, cols: usize) -> usize {
-    rows.next_multiple_of(TILE_ROWS) * cols.next_multiple_of(TILE_COLS)
+    ScaleLayout::Swizzled128x4.bytes(rows, cols)
 }
 
 /// Where the scale of `(row, col)` lies in the swizzled form of a matrix with `cols` scale columns.
@@ -70,6 +104,14 @@ mod tests {
             unswizzle(&swizzled, rows, cols, &mut back);
             prop_assert_eq!(back, plain);
         }
+    }
+
+    #[test]
+    fn a_layout_knows_its_size_and_places() {
+        let (plain, swizzled) = (ScaleLayout::default(), ScaleLayout::Swizzled128x4);
+        assert_eq!((plain.bytes(130, 5), swizzled.bytes(130, 5)), (650, 256 * 8));
+        assert_eq!((plain.offset(129, 4, 5), swizzled.offset(129, 4, 5)), (649, 3 * 512 + 16));
+        assert_eq!((plain.bytes(0, 5), swizzled.bytes(0, 5), swizzled.bytes(5, 0)), (0, 0, 0));
     }
 
     #[test]

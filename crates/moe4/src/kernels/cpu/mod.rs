@@ -71,6 +71,7 @@ impl Backend for Cpu {
             nvfp4: true,
             bf16: true,
             stochastic_rounding: true,
+            products: true,
         }
     }
 
@@ -108,6 +109,11 @@ impl Backend for Cpu {
     fn quantize_weights(&self, pass: QuantizeWeights<'_, Host>) -> Result<(), Error> {
         pass.check()?;
         quantize::quantize_weights(self.isa, pass);
+        Ok(())
+    }
+    fn dequantize(&self, pass: Dequantize<'_, Host>) -> Result<(), Error> {
+        pass.check()?;
+        quantize::dequantize(pass);
         Ok(())
     }
     fn grouped_gemm(&self, pass: GroupedGemm<'_, Host>) -> Result<(), Error> {

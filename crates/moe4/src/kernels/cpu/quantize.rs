@@ -3,14 +3,18 @@
 use super::isa::{Isa, multiversion};
 use super::parallel::{carve, carve_rows};
 use super::tile::{self, Lanes};
-use crate::kernels::contract::{Cast, ColumnwiseCast, GroupQuantize, QuantizeWeights, WeightShape};
+use crate::kernels::contract::{
+    Cast, ColumnwiseCast, Dequantize, Direction, GroupQuantize, QuantizeWeights, WeightShape,
+};
 use crate::kernels::memory::Host;
+use crate::numerics::hadamard::SignMask;
 use crate::numerics::rounding::{Rounding, columnwise_position, rowwise_position};
-use crate::numerics::scale::GlobalScale;
+use crate::numerics::scale::{self, GlobalScale};
 use crate::numerics::{BLOCK, e2m1, e4m3};
-use crate::tensor::Groups;
+use crate::tensor::{Groups, ScaleLayout, scale_layout};
 use half::bf16;
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Rows of one rowwise task.
 const ROWS: usize = 2 * BLOCK;
@@ -19,16 +23,60 @@ const COLS: usize = 2 * BLOCK;
 
 pub(super) fn group_quantize(isa: Isa, pass: GroupQuantize<'_, Host>) {
     let GroupQuantize { x, cols, groups, rowwise, columnwise } = pass;
-    if let Some(cast) = rowwise {
-        quantize_rowwise(isa, x, cols, groups, cast);
+    if let Some(Cast { amax, rounding, layout, codes, scales, unpacked }) = rowwise {
+        in_layout(layout, groups.rows(), cols / BLOCK, scales, |scales| {
+            quantize_rowwise(isa, x, cols, groups, PlainCast { amax, rounding, codes, scales });
+            unpack(cols, codes, scales, unpacked);
+        });
     }
-    if let Some(cast) = columnwise {
-        quantize_columnwise(isa, x, cols, groups, cast);
+    if let Some(ColumnwiseCast { rht, cast }) = columnwise {
+        let Cast { amax, rounding, layout, codes, scales, unpacked } = cast;
+        let k = groups.padded_rows();
+        in_layout(layout, cols, k / BLOCK, scales, |scales| {
+            quantize_columnwise(isa, x, cols, groups, rht, PlainCast { amax, rounding, codes, scales });
+            unpack(k, codes, scales, unpacked);
+        });
     }
 }
 
-fn quantize_rowwise(isa: Isa, x: &[bf16], cols: usize, groups: &Groups, cast: Cast<'_, Host>) {
-    let Cast { amax, rounding, codes, scales } = cast;
+/// A copy with scales row by row, which every loop here writes.
+struct PlainCast<'a> {
+    amax: &'a [f32],
+    rounding: Rounding,
+    codes: &'a mut [u8],
+    scales: &'a mut [u8],
+}
+
+/// Lets `make` write plain `[rows, cols]` scales and moves them to their places. Nothing on a CPU reads the swizzled
+/// form, so it takes a second buffer rather than a place in the loops.
+fn in_layout(layout: ScaleLayout, rows: usize, cols: usize, scales: &mut [u8], make: impl FnOnce(&mut [u8])) {
+    match layout {
+        ScaleLayout::Plain => make(scales),
+        ScaleLayout::Swizzled128x4 => {
+            let mut plain = vec![0; rows * cols];
+            make(&mut plain);
+            scale_layout::swizzle(&plain, rows, cols, scales);
+        }
+    }
+}
+
+/// `[rows, k]` BF16 values of plain codes and scales: a function of these alone, also where they are zero.
+fn unpack(k: usize, codes: &[u8], scales: &[u8], out: Option<&mut [bf16]>) {
+    let Some(out) = out.filter(|out| !out.is_empty()) else { return };
+    let rows = codes.par_chunks(k / 2).zip(scales.par_chunks(k / BLOCK));
+    out.par_chunks_mut(k).zip(rows).for_each(|(out, (codes, scales))| {
+        let blocks = codes.chunks_exact(BLOCK / 2).zip(scales);
+        for (out, (codes, &scale)) in out.chunks_exact_mut(BLOCK).zip(blocks) {
+            for (pair, &byte) in out.chunks_exact_mut(2).zip(codes) {
+                let (even, odd) = e2m1::unpack(byte);
+                pair.copy_from_slice(&[even, odd].map(|code| scale::unpacked(code, scale)));
+            }
+        }
+    });
+}
+
+fn quantize_rowwise(isa: Isa, x: &[bf16], cols: usize, groups: &Groups, cast: PlainCast<'_>) {
+    let PlainCast { amax, rounding, codes, scales } = cast;
     let blocks = groups.row_blocks(ROWS);
     let codes = carve_rows(codes, cols / 2, &blocks);
     let scales = carve_rows(scales, cols / BLOCK, &blocks);
@@ -70,15 +118,16 @@ fn quantize_columnwise(
     x: &[bf16],
     cols: usize,
     groups: &Groups,
-    columnwise: ColumnwiseCast<'_, Host>,
+    rht: Option<SignMask>,
+    cast: PlainCast<'_>,
 ) {
     let k = groups.padded_rows();
     if k == 0 {
         return;
     }
-    let codes = columnwise.cast.codes.par_chunks_mut(COLS * (k / 2));
-    let scales = columnwise.cast.scales.par_chunks_mut(COLS * (k / BLOCK));
-    let (amax, rounding, rht) = (columnwise.cast.amax, columnwise.cast.rounding, columnwise.rht);
+    let PlainCast { amax, rounding, codes, scales } = cast;
+    let codes = codes.par_chunks_mut(COLS * (k / 2));
+    let scales = scales.par_chunks_mut(COLS * (k / BLOCK));
     codes.zip(scales).enumerate().for_each(|(chunk, (codes, scales))| {
         for (e, &amax) in amax.iter().enumerate() {
             let (rows, padded) = (groups.range(e), groups.padded_range(e));
@@ -99,7 +148,7 @@ struct Columns {
     cols: usize,
     /// First column of the task.
     first: usize,
-    rht: Option<crate::numerics::hadamard::SignMask>,
+    rht: Option<SignMask>,
     global: GlobalScale,
     rounding: Rounding,
     /// Position of the band among the expert's bands of 16 tokens.
@@ -133,20 +182,21 @@ multiversion! {
 }
 
 pub(super) fn quantize_weights(isa: Isa, pass: QuantizeWeights<'_, Host>) {
-    let QuantizeWeights { w, shape: WeightShape { n, k }, codes, scales, amax } = pass;
+    let QuantizeWeights { w, shape: WeightShape { n, k }, codes, scales, unpacked, amax } = pass;
     amax.par_iter_mut().zip(&w).for_each(|(amax, w)| {
         *amax =
             w.par_chunks(1 << 14).map(|chunk| super::amax::block_amax(isa, chunk)).reduce(|| 0.0, f32::max);
     });
     // One task is a band of 16 rows of one expert.
     let bands = w.len() * (n / BLOCK);
-    let (codes, _) = carve(codes, std::iter::repeat_n(BLOCK * (k / 2), bands));
-    let (scales, _) = carve(scales, std::iter::repeat_n(BLOCK * (k / BLOCK), bands));
-    codes.into_par_iter().zip(scales).enumerate().for_each(|(i, (codes, scales))| {
+    let (code_bands, _) = carve(&mut *codes, std::iter::repeat_n(BLOCK * (k / 2), bands));
+    let (scale_bands, _) = carve(&mut *scales, std::iter::repeat_n(BLOCK * (k / BLOCK), bands));
+    code_bands.into_par_iter().zip(scale_bands).enumerate().for_each(|(i, (codes, scales))| {
         let (e, band) = (i / (n / BLOCK), i % (n / BLOCK));
         let rows = &w[e][band * BLOCK * k..(band + 1) * BLOCK * k];
         quantize_square_tiles(isa, rows, k, GlobalScale::from_amax(amax[e]), codes, scales);
     });
+    unpack(k, codes, scales, unpacked);
 }
 
 multiversion! {
@@ -178,4 +228,40 @@ fn encode_row(lanes: &Lanes, multiplier: f32, finite: bool) -> [u8; BLOCK / 2] {
         *code = if finite { e2m1::encode(v * multiplier) } else { 0 };
     }
     std::array::from_fn(|b| e2m1::pack(codes[2 * b], codes[2 * b + 1]))
+}
+
+pub(super) fn dequantize(pass: Dequantize<'_, Host>) {
+    let Dequantize { codes, scales, amax, cols, groups, direction, layout, out } = pass;
+    let [_, k] = direction.shape(groups, cols);
+    if out.is_empty() {
+        return;
+    }
+    // Elements `range` of row `row`, which start and end with a block.
+    let run = |row: usize, range: Range<usize>, amax: f32, out: &mut [f32]| {
+        let codes = &codes[(row * k + range.start) / 2..(row * k + range.end) / 2];
+        for (i, (out, codes)) in out.chunks_exact_mut(BLOCK).zip(codes.chunks_exact(BLOCK / 2)).enumerate() {
+            let block_scale = scales[layout.offset(row, range.start / BLOCK + i, k / BLOCK)];
+            for (pair, &byte) in out.chunks_exact_mut(2).zip(codes) {
+                let (even, odd) = e2m1::unpack(byte);
+                pair.copy_from_slice(&[even, odd].map(|code| scale::dequantize(code, block_scale, amax)));
+            }
+        }
+    };
+    match direction {
+        Direction::Rowwise => {
+            let blocks = groups.row_blocks(ROWS);
+            let pieces = carve_rows(out, k, &blocks);
+            blocks.par_iter().zip(pieces).for_each(|(block, out)| {
+                for (row, out) in block.rows.clone().zip(out.chunks_exact_mut(k)) {
+                    run(row, 0..k, amax[block.expert], out);
+                }
+            });
+        }
+        Direction::Columnwise => out.par_chunks_mut(k).enumerate().for_each(|(row, out)| {
+            for (e, &amax) in amax.iter().enumerate() {
+                let range = groups.padded_range(e);
+                run(row, range.clone(), amax, &mut out[range]);
+            }
+        }),
+    }
 }

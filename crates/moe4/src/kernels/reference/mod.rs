@@ -30,6 +30,7 @@ impl Backend for Reference {
             nvfp4: true,
             bf16: true,
             stochastic_rounding: true,
+            products: true,
         }
     }
 
@@ -68,6 +69,11 @@ impl Backend for Reference {
     fn quantize_weights(&self, pass: QuantizeWeights<'_, Host>) -> Result<(), Error> {
         pass.check()?;
         quantize::quantize_weights(pass);
+        Ok(())
+    }
+    fn dequantize(&self, pass: Dequantize<'_, Host>) -> Result<(), Error> {
+        pass.check()?;
+        quantize::dequantize(pass);
         Ok(())
     }
     fn grouped_gemm(&self, pass: GroupedGemm<'_, Host>) -> Result<(), Error> {

@@ -1,12 +1,12 @@
 //! Amax and quantization, block by block.
 
-use crate::kernels::contract::{Cast, GroupQuantize, QuantizeWeights, WeightShape};
+use crate::kernels::contract::{Cast, Dequantize, Direction, GroupQuantize, QuantizeWeights, WeightShape};
 use crate::kernels::memory::Host;
 use crate::numerics::hadamard::{SignMask, rht};
 use crate::numerics::rounding::{Rounding, columnwise_position, rowwise_position};
-use crate::numerics::scale::GlobalScale;
+use crate::numerics::scale::{self, GlobalScale, unpacked};
 use crate::numerics::{BLOCK, bf16 as bf, e2m1, e4m3};
-use crate::tensor::Groups;
+use crate::tensor::{Groups, ScaleLayout};
 use half::bf16;
 
 /// The largest finite magnitude; infinities and NaN are passed over.
@@ -65,19 +65,45 @@ fn quantize_block(
     (codes, scale)
 }
 
-/// Writes block `block` of a row of `k/16` blocks.
-fn store(codes: &mut [u8], scales: &mut [u8], row: usize, k: usize, block: usize, (q, s): ([u8; BLOCK], u8)) {
-    scales[row * (k / BLOCK) + block] = s;
-    for i in 0..BLOCK / 2 {
-        codes[row * (k / 2) + block * (BLOCK / 2) + i] = e2m1::pack(q[2 * i], q[2 * i + 1]);
+/// A copy `[rows, k]` under construction.
+struct Copy<'a> {
+    k: usize,
+    layout: ScaleLayout,
+    codes: &'a mut [u8],
+    scales: &'a mut [u8],
+    unpacked: Option<&'a mut [bf16]>,
+}
+
+impl Copy<'_> {
+    /// Zero everywhere, padding of scales included.
+    fn clear(&mut self) {
+        self.codes.fill(0);
+        self.scales.fill(0);
+        if let Some(values) = &mut self.unpacked {
+            values.fill(bf16::ZERO);
+        }
+    }
+
+    /// Writes block `block` of a row of `k/16` blocks.
+    fn store(&mut self, row: usize, block: usize, (q, s): ([u8; BLOCK], u8)) {
+        let k = self.k;
+        self.scales[self.layout.offset(row, block, k / BLOCK)] = s;
+        for i in 0..BLOCK / 2 {
+            self.codes[row * (k / 2) + block * (BLOCK / 2) + i] = e2m1::pack(q[2 * i], q[2 * i + 1]);
+        }
+        if let Some(values) = &mut self.unpacked {
+            for i in 0..BLOCK {
+                values[row * k + block * BLOCK + i] = unpacked(q[i], s);
+            }
+        }
     }
 }
 
 pub(super) fn group_quantize(pass: GroupQuantize<'_, Host>) {
     let GroupQuantize { x, cols, groups, rowwise, columnwise } = pass;
-    if let Some(Cast { amax, rounding, codes, scales }) = rowwise {
-        codes.fill(0);
-        scales.fill(0);
+    if let Some(Cast { amax, rounding, layout, codes, scales, unpacked }) = rowwise {
+        let mut out = Copy { k: cols, layout, codes, scales, unpacked };
+        out.clear();
         let blocks = cols / BLOCK;
         for (e, &amax) in amax.iter().enumerate() {
             let global = GlobalScale::from_amax(amax);
@@ -85,16 +111,15 @@ pub(super) fn group_quantize(pass: GroupQuantize<'_, Host>) {
                 for block in 0..blocks {
                     let v = std::array::from_fn(|i| bf::to_f32(x[row * cols + block * BLOCK + i]));
                     let q = quantize_block(v, global, rounding, rowwise_position(token, block, blocks));
-                    store(codes, scales, row, cols, block, q);
+                    out.store(row, block, q);
                 }
             }
         }
     }
     if let Some(columnwise) = columnwise {
-        let Cast { amax, rounding, codes, scales } = columnwise.cast;
-        codes.fill(0);
-        scales.fill(0);
-        let k = groups.padded_rows();
+        let Cast { amax, rounding, layout, codes, scales, unpacked } = columnwise.cast;
+        let mut out = Copy { k: groups.padded_rows(), layout, codes, scales, unpacked };
+        out.clear();
         for (e, &amax) in amax.iter().enumerate() {
             let global = GlobalScale::from_amax(amax);
             let padded = groups.padded_range(e);
@@ -103,7 +128,7 @@ pub(super) fn group_quantize(pass: GroupQuantize<'_, Host>) {
                     let v = token_block(x, cols, groups, e, block, col);
                     let v = columnwise.rht.map_or(v, |mask| rht(v, mask));
                     let q = quantize_block(v, global, rounding, columnwise_position(block, col, cols));
-                    store(codes, scales, col, k, padded.start / BLOCK + block, q);
+                    out.store(col, padded.start / BLOCK + block, q);
                 }
             }
         }
@@ -111,7 +136,8 @@ pub(super) fn group_quantize(pass: GroupQuantize<'_, Host>) {
 }
 
 pub(super) fn quantize_weights(pass: QuantizeWeights<'_, Host>) {
-    let QuantizeWeights { w, shape: WeightShape { n, k }, codes, scales, amax } = pass;
+    let QuantizeWeights { w, shape: WeightShape { n, k }, codes, scales, unpacked, amax } = pass;
+    let mut out = Copy { k, layout: ScaleLayout::Plain, codes, scales, unpacked };
     for (e, w) in w.into_iter().enumerate() {
         amax[e] = finite_amax(w.iter().map(|&v| bf::to_f32(v)));
         let global = GlobalScale::from_amax(amax[e]);
@@ -127,8 +153,28 @@ pub(super) fn quantize_weights(pass: QuantizeWeights<'_, Host>) {
                 let multiplier = global.multiplier(scale);
                 for i in 0..BLOCK {
                     let q = row_of_tile(i).map(|v| if finite { e2m1::encode(v * multiplier) } else { 0 });
-                    store(codes, scales, e * n + tile_row * BLOCK + i, k, block, (q, scale));
+                    out.store(e * n + tile_row * BLOCK + i, block, (q, scale));
                 }
+            }
+        }
+    }
+}
+
+pub(super) fn dequantize(pass: Dequantize<'_, Host>) {
+    let Dequantize { codes, scales, amax, cols, groups, direction, layout, out } = pass;
+    let [rows, k] = direction.shape(groups, cols);
+    out.fill(0.0);
+    for (e, &amax) in amax.iter().enumerate() {
+        let (owned_rows, owned_k) = match direction {
+            Direction::Rowwise => (groups.range(e), 0..k),
+            Direction::Columnwise => (0..rows, groups.padded_range(e)),
+        };
+        for row in owned_rows {
+            for i in owned_k.clone() {
+                let (even, odd) = e2m1::unpack(codes[row * (k / 2) + i / 2]);
+                let code = if i % 2 == 0 { even } else { odd };
+                let block_scale = scales[layout.offset(row, i / BLOCK, k / BLOCK)];
+                out[row * k + i] = scale::dequantize(code, block_scale, amax);
             }
         }
     }

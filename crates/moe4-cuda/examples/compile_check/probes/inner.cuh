@@ -1,0 +1,5 @@
+#pragma once
+
+__device__ inline float twice(float value) {
+    return value + value;
+}

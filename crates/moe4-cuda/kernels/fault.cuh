@@ -1,0 +1,15 @@
+// What a kernel finds wrong with data that the host never sees: kept until somebody asks.
+#pragma once
+#include "numerics.cuh"
+
+constexpr u32 FAULT_SPLIT = 0;            // a split that is negative or larger than the tensor; detail: the expert
+constexpr u32 FAULT_SPLIT_SUM = 1;        // more rows than the tensor has; detail: the sum
+constexpr u32 FAULT_PERMUTE_INDEX = 2;    // an index of no row; detail: its position
+constexpr u32 FAULT_UNPERMUTE_INDEX = 3;  // likewise
+
+// The smallest detail of each kind; all ones where nothing happened.
+struct Fault {
+    u64 detail;
+};
+
+DEVICE void report(Fault* faults, u32 kind, u64 detail) { atomicMin(&faults[kind].detail, detail); }

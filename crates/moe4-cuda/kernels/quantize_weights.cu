@@ -1,0 +1,56 @@
+// One expert's weight [n, k] BF16 in tiles of 16 x 16, nearest, under an amax that `weights_amax` left.
+//
+//   codes [n, k/2], scales [n, k/16]: a tile's scale repeated over its 16 rows
+//
+// Eight threads take a tile, two of its rows each; four tiles that follow each other in a row lie in one warp, so that
+// each row is read in 128 bytes and its codes are written in 32. blockIdx.z is the expert, of those whose weights lie
+// `stride` elements apart.
+//
+// Compile-time choices: UNPACKED (also code times block scale in BF16).
+#include "encode.cuh"
+#include "output.cuh"
+
+constexpr u32 THREADS = 256;
+constexpr u32 TILES = THREADS / 8;  // of a thread block, side by side
+
+// Any tile: with the rounding that the short way leaves out.
+static __device__ __noinline__ Codes encode_rare(Neighbours low, Neighbours high, float m) {
+    return {encode_nearest<true>(low, m), encode_nearest<true>(high, m)};
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+quantize_weights(const u16* __restrict__ w, u64 stride, u32 n, u32 k, const float* __restrict__ amax, Out out) {
+    const u32 expert = blockIdx.z, blocks = k / BLOCK;
+    __shared__ Multipliers multipliers;
+    const Scaling scaling = multipliers.fill(amax[expert], false);
+    __syncthreads();
+    const u32 lane = threadIdx.x % 32, block = blockIdx.x * TILES + threadIdx.x / 32 * 4 + lane % 4;
+    const u32 first_row = blockIdx.y * BLOCK + lane / 4 * 2;
+    const bool live = block < blocks;
+    Neighbours low[2], high[2];
+    u32 largest = 0;
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+        const uint4* const from = reinterpret_cast<const uint4*>(w + expert * stride + (u64)(first_row + i) * k + block * BLOCK);
+        const uint4 a = live ? __ldcs(from) : make_uint4(0, 0, 0, 0), b = live ? __ldcs(from + 1) : make_uint4(0, 0, 0, 0);
+        low[i] = {{a.x, a.y, a.z, a.w}}, high[i] = {{b.x, b.y, b.z, b.w}};
+        largest = max(largest, block_amax_bits(low[i], high[i]));
+    }
+    // Over the eight threads of a tile, which are four lanes apart.
+#pragma unroll
+    for (u32 step = 4; step < 32; step *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
+    if (!live) return;
+    const float relative = scaling.relative(largest);
+    const u32 scale = scale_byte(largest, relative);
+    const float m = scaling.multipliers[scale];
+    const bool usual = is_usual<false, false>(largest, relative);
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+        Codes codes{0, 0};
+        if (usual)
+            codes = {encode_nearest<false>(low[i], m), encode_nearest<false>(high[i], m)};
+        else if (scale != E4M3_NAN)
+            codes = encode_rare(low[i], high[i], m);
+        store<false, UNPACKED>(out, (u64)expert * n + first_row + i, block, blocks, {codes, scale});
+    }
+}

@@ -1,0 +1,87 @@
+//! Every kind of variant that the backend launches: what `cargo xtask kernels` checks.
+//!
+#![forbid(unsafe_code)]
+
+use crate::launch;
+use crate::launch::Copy;
+use crate::variant::Variant;
+use moe4::kernels::contract::Direction;
+use moe4::numerics::hadamard::SignMask;
+use moe4::tensor::ScaleLayout;
+
+/// A variant, and what is asked of its compiled code.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CatalogEntry {
+    /// The kernel with its choices.
+    pub variant: Variant,
+    /// Whether the check fails if registers are spilled to memory, on any architecture.
+    pub no_spills: bool,
+}
+
+/// All variants, each once.
+pub fn catalog() -> Vec<CatalogEntry> {
+    let plain = ["group_offsets", "group_amax", "weights_amax"].map(launch::plain);
+    let mut variants = plain.to_vec();
+    // The third stands for all masks that are given at launch.
+    let masks = [SignMask::DEFAULT, SignMask::NONE, SignMask(1)];
+    variants.extend(masks.map(|mask| launch::group_hadamard_amax_variant(mask, 4)));
+    variants.push(launch::group_hadamard_amax_variant(SignMask::DEFAULT, 1));
+    variants.extend(group_quantize());
+    variants.extend([false, true].map(launch::quantize_weights_variant));
+    for direction in [Direction::Rowwise, Direction::Columnwise] {
+        for layout in [ScaleLayout::Plain, ScaleLayout::Swizzled128x4] {
+            variants.push(launch::dequantize_variant(direction, layout));
+        }
+    }
+    variants.extend([8, 1].map(launch::permute_variant));
+    variants.extend([8, 1].map(launch::unpermute_variant));
+    variants.into_iter().map(|variant| CatalogEntry { variant, no_spills: true }).collect()
+}
+
+/// Directions and roundings, and each further output once.
+fn group_quantize() -> Vec<Variant> {
+    let none = Copy::default();
+    let nearest = Copy { made: true, ..none };
+    let stochastic = Copy { stochastic: true, ..nearest };
+    let mask = Some(SignMask::DEFAULT);
+    let swizzled = |copy| Copy { swizzled: true, ..copy };
+    let unpacked = |copy| Copy { unpacked: true, ..copy };
+    [
+        (nearest, none, None),
+        (stochastic, none, None),
+        (none, nearest, mask),
+        (none, stochastic, mask),
+        (nearest, nearest, mask),
+        (stochastic, stochastic, mask),
+        (nearest, stochastic, mask),
+        (nearest, nearest, None),
+        (stochastic, stochastic, None),
+        (nearest, nearest, Some(SignMask::NONE)),
+        (nearest, nearest, Some(SignMask(1))),
+        (stochastic, stochastic, Some(SignMask(1))),
+        (swizzled(nearest), swizzled(nearest), mask),
+        (swizzled(stochastic), swizzled(stochastic), mask),
+        (unpacked(nearest), unpacked(nearest), mask),
+        (unpacked(stochastic), unpacked(stochastic), mask),
+    ]
+    .map(|(row, col, rht)| launch::group_quantize_variant(row, col, rht))
+    .to_vec()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::catalog;
+    use crate::sources::SOURCES;
+
+    #[test]
+    fn variants_differ_and_have_a_source() {
+        let entries = catalog();
+        let distinct: BTreeSet<_> = entries.iter().map(|entry| &entry.variant).collect();
+        assert_eq!(distinct.len(), entries.len());
+        let kernels: BTreeSet<_> = entries.iter().map(|entry| entry.variant.kernel).collect();
+        let sources: BTreeSet<_> = SOURCES.iter().map(|(name, _)| *name).collect();
+        assert_eq!(kernels, sources, "kernels of the catalog and sources");
+    }
+}

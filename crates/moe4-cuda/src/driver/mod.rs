@@ -1,0 +1,22 @@
+//! The driver floor: devices, streams, memory, modules, events and graphs of CUDA, each call checked.
+//!
+//! [`raw`] holds every call of the driver with its status turned into a [`CallError`]; the types around it own what
+//! they create and release it when dropped. A machine without a driver or a usable GPU gets an [`Unavailable`] that
+//! says which of the two, and nothing else is called.
+
+mod device;
+mod error;
+mod event;
+mod graph;
+mod memory;
+mod module;
+mod raw;
+mod stream;
+
+pub use device::{Device, DeviceFacts};
+pub use error::{CallError, Unavailable};
+pub use event::Event;
+pub use graph::{Graph, Recording};
+pub(crate) use memory::{DeviceBytes, fill, read};
+pub(crate) use module::{Arguments, Grid, Kernel};
+pub use stream::Stream;

@@ -1,0 +1,97 @@
+//! Loaded kernels and their launch.
+
+use super::error::CallError;
+use super::raw::{self, CUfunction, CUmodule, Handle};
+use super::stream::Stream;
+use bytemuck::NoUninit;
+use std::ffi::{CString, c_void};
+use std::sync::Arc;
+
+use super::device::Device;
+
+/// Thread blocks in each dimension, and threads of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Grid {
+    pub(crate) blocks: [u32; 3],
+    pub(crate) threads: u32,
+}
+
+/// A kernel in a context.
+#[derive(Debug)]
+pub(crate) struct Kernel {
+    name: String,
+    function: Handle<CUfunction>,
+    module: Handle<CUmodule>,
+    device: Arc<Device>,
+}
+
+impl Kernel {
+    /// Loads `entry` from a cubin. `name` is for messages.
+    ///
+    /// # Safety
+    /// `cubin` is a complete cubin.
+    pub(crate) unsafe fn load(
+        device: &Arc<Device>,
+        cubin: &[u8],
+        entry: &str,
+        name: String,
+    ) -> Result<Self, CallError> {
+        device.bind()?;
+        // SAFETY: as required.
+        let module = Handle(unsafe { raw::load_module(cubin) }.map_err(|e| e.of(name.clone()))?);
+        let entry = CString::new(entry).expect("kernels have plain names");
+        let function = raw::function(module.0, &entry).map_err(|e| e.of(name.clone()))?;
+        Ok(Self { name, function: Handle(function), module, device: device.clone() })
+    }
+
+    /// Enqueues the kernel.
+    ///
+    /// # Safety
+    /// The arguments are those of the kernel, in order and of the same layout, and the device memory that they name is
+    /// as large as the kernel takes it to be and lives until the stream has run it.
+    pub(crate) unsafe fn launch(
+        &self,
+        stream: &Stream,
+        grid: Grid,
+        arguments: Arguments<'_>,
+    ) -> Result<(), CallError> {
+        if grid.blocks.contains(&0) {
+            return Ok(());
+        }
+        let mut pointers = arguments.pointers;
+        // SAFETY: as required.
+        unsafe { raw::launch(self.function.0, grid.blocks, grid.threads, stream.bound()?, &mut pointers) }
+            .map_err(|e| {
+                e.of(format!("{} on {:?} blocks of {} threads", self.name, grid.blocks, grid.threads))
+            })
+    }
+}
+
+impl Drop for Kernel {
+    fn drop(&mut self) {
+        let unloaded = self.device.bind().and_then(|()| raw::unload_module(self.module.0));
+        if let Err(e) = unloaded {
+            log::warn!("{}: {e}", self.name);
+        }
+    }
+}
+
+/// Arguments of a launch, in order.
+#[derive(Default)]
+pub(crate) struct Arguments<'a> {
+    pointers: Vec<*mut c_void>,
+    borrowed: std::marker::PhantomData<&'a ()>,
+}
+
+impl<'a> Arguments<'a> {
+    pub(crate) fn new() -> Self {
+        Self::default()
+    }
+
+    /// The next argument: a number, an address, or a structure of the same layout as the kernel's.
+    pub(crate) fn with<T: NoUninit>(mut self, value: &'a T) -> Self {
+        // The driver only reads through these.
+        self.pointers.push((value as *const T).cast_mut().cast());
+        self
+    }
+}

@@ -1,0 +1,28 @@
+//! Launches `kernels/group_amax.cu`.
+
+use super::{THREADS, aligned, blocks, plain};
+use crate::backend::Cuda;
+use crate::driver::{Arguments, Grid};
+use crate::groups::TILE_ROWS;
+use crate::memory::DeviceMemory;
+use moe4::kernels::Error;
+use moe4::kernels::contract::GroupAmax;
+
+/// BF16 elements that a thread block takes at a time; `CHUNK` of the kernel.
+const CHUNK: usize = 8 * 8 * THREADS as usize;
+
+pub(crate) fn group_amax(cuda: &Cuda, pass: GroupAmax<'_, DeviceMemory>) -> Result<(), Error> {
+    pass.check()?;
+    let GroupAmax { x, cols, groups, amax } = pass;
+    cuda.clear(&amax)?;
+    let kernel = cuda.kernel(&plain("group_amax"))?;
+    let x = aligned("group_amax", "x", x.address(), 2)?;
+    let (cols, groups_argument, amax) = (cols as u64, groups.argument(), amax.address());
+    let arguments = Arguments::new().with(&x).with(&cols).with(&groups_argument).with(&amax);
+    let grid = Grid {
+        blocks: [groups.most_tiles(), blocks(TILE_ROWS * cols as usize, CHUNK, 65535), 1],
+        threads: THREADS,
+    };
+    // SAFETY: `check` compared lengths with shapes; the kernel reads rows of experts only.
+    cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })
+}

@@ -1,0 +1,42 @@
+//! Launches `kernels/group_hadamard_amax.cu`.
+
+use super::{THREADS, aligned, blocks, mask_choice};
+use crate::backend::Cuda;
+use crate::driver::{Arguments, Grid};
+use crate::groups::TILE_ROWS;
+use crate::memory::DeviceMemory;
+use crate::variant::Variant;
+use moe4::kernels::Error;
+use moe4::kernels::contract::GroupHadamardAmax;
+use moe4::numerics::BLOCK;
+use moe4::numerics::hadamard::SignMask;
+
+/// Column vectors of 16 tokens that a thread block takes; `THREADS * UNITS` of the kernel.
+const VECTORS: usize = 2 * THREADS as usize;
+
+pub(crate) fn variant(mask: SignMask, vector: usize) -> Variant {
+    let defines = vec![("SIGN_MASK", mask_choice(mask)), ("VECTOR", vector as u32)];
+    Variant { kernel: "group_hadamard_amax", defines }
+}
+
+pub(crate) fn group_hadamard_amax(
+    cuda: &Cuda,
+    pass: GroupHadamardAmax<'_, DeviceMemory>,
+) -> Result<(), Error> {
+    pass.check()?;
+    let GroupHadamardAmax { x, cols, groups, sign_mask, amax, amax_rht } = pass;
+    cuda.clear(&amax)?;
+    cuda.clear(&amax_rht)?;
+    let vector = if cols.is_multiple_of(4) && x.address().is_multiple_of(8) { 4 } else { 1 };
+    let kernel = cuda.kernel(&variant(sign_mask, vector))?;
+    let x = aligned("group_hadamard_amax", "x", x.address(), 2)?;
+    let vectors = TILE_ROWS / BLOCK * (cols / vector);
+    let (cols, groups_argument) = (cols as u64, groups.argument());
+    let (mask, amax, amax_rht) = (u32::from(sign_mask.0), amax.address(), amax_rht.address());
+    let arguments =
+        Arguments::new().with(&x).with(&cols).with(&groups_argument).with(&mask).with(&amax).with(&amax_rht);
+    let grid =
+        Grid { blocks: [groups.most_tiles(), blocks(vectors, VECTORS, u32::MAX), 1], threads: THREADS };
+    // SAFETY: `check` compared lengths with shapes; the kernel reads rows of experts only.
+    cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })
+}

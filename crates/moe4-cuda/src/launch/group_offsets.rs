@@ -1,0 +1,44 @@
+//! Launches `kernels/group_offsets.cu`.
+
+use super::plain;
+use crate::backend::Cuda;
+use crate::driver::{Arguments, Grid};
+use crate::groups::DeviceGroups;
+use crate::memory::DeviceView;
+use moe4::kernels::{Error, Misuse};
+
+const THREADS: u32 = 1024;
+
+pub(crate) fn group_offsets(
+    cuda: &Cuda,
+    splits: DeviceView<'_, i64>,
+    groups: &mut DeviceGroups,
+) -> Result<(), Error> {
+    let extent = groups.extent();
+    if splits.len() != extent.experts {
+        return Err(Misuse::Length {
+            kernel: "compute_groups",
+            tensor: "splits",
+            shape: format!("[{}]", extent.experts),
+            expected: extent.experts,
+            got: splits.len(),
+        }
+        .into());
+    }
+    let kernel = cuda.kernel(&plain("group_offsets"))?;
+    let out = groups.argument();
+    let (splits, faults) = (splits.address(), cuda.faults_address());
+    let (rows, padded_rows) = (extent.rows as u64, extent.padded_rows as u64);
+    let arguments = Arguments::new()
+        .with(&splits)
+        .with(&out.experts)
+        .with(&rows)
+        .with(&padded_rows)
+        .with(&out.offsets)
+        .with(&out.padded)
+        .with(&out.tiles)
+        .with(&faults);
+    // SAFETY: splits have an entry for each expert, and the arrays two more; the kernel writes tiles as u32, for which
+    // half the bytes are there.
+    cuda.on(unsafe { kernel.launch(cuda.stream(), Grid { blocks: [1; 3], threads: THREADS }, arguments) })
+}

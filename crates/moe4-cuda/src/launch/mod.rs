@@ -1,0 +1,98 @@
+//! The launches: one file a kernel, of the same base name.
+//!
+//! Each takes a pass of the contract whose lengths are checked, turns it into grid and arguments, and says what it cannot
+//! check: that views name memory of this GPU, which their makers promise. Grids follow from shapes, never from splits.
+
+mod dequantize;
+mod group_amax;
+mod group_hadamard_amax;
+mod group_offsets;
+mod group_quantize;
+mod permute;
+mod quantize_weights;
+mod unpermute;
+
+pub(crate) use dequantize::{dequantize, variant as dequantize_variant};
+pub(crate) use group_amax::group_amax;
+pub(crate) use group_hadamard_amax::{group_hadamard_amax, variant as group_hadamard_amax_variant};
+pub(crate) use group_offsets::group_offsets;
+pub(crate) use group_quantize::{Copy, group_quantize, variant as group_quantize_variant};
+pub(crate) use permute::{permute, variant as permute_variant};
+pub(crate) use quantize_weights::{quantize_weights, variant as quantize_weights_variant};
+pub(crate) use unpermute::{unpermute, variant as unpermute_variant};
+
+use crate::variant::Variant;
+use bytemuck::{Pod, Zeroable};
+use moe4::kernels::Misuse;
+use moe4::numerics::hadamard::SignMask;
+use moe4::numerics::rounding::RandomStream;
+
+/// Threads of a block in all kernels but `group_offsets`.
+const THREADS: u32 = 256;
+
+/// A variant without choices.
+pub(crate) fn plain(kernel: &'static str) -> Variant {
+    Variant { kernel, defines: Vec::new() }
+}
+
+/// The address of a tensor that is read or written in words of `bytes`.
+fn aligned(kernel: &'static str, tensor: &'static str, address: u64, bytes: u64) -> Result<u64, Misuse> {
+    if address.is_multiple_of(bytes) {
+        return Ok(address);
+    }
+    Err(Misuse::Conflict {
+        what: kernel,
+        conflict: format!("{tensor}: expected an address that is a multiple of {bytes}, got {address:#x}"),
+        fix: "copy the tensor to memory of its own",
+    })
+}
+
+/// A dimension as a kernel takes it.
+fn narrow(what: &'static str, value: usize) -> Result<u32, Misuse> {
+    u32::try_from(value).map_err(|_| Misuse::Value {
+        what: what.into(),
+        expected: "less than 2^32",
+        got: value.to_string(),
+    })
+}
+
+/// Thread blocks for `work` items, `each` of them in a block; at most `most`, which then loop.
+fn blocks(work: usize, each: usize, most: u32) -> u32 {
+    work.div_ceil(each).min(most as usize) as u32
+}
+
+/// The sign mask as a kernel's compile-time choice. The usual ones are worth a variant of their own; all others share
+/// one that gets the mask at launch.
+fn mask_choice(mask: SignMask) -> u32 {
+    const MASK_AT_LAUNCH: u32 = 0x10000;
+    if [SignMask::DEFAULT, SignMask::NONE].contains(&mask) { u32::from(mask.0) } else { MASK_AT_LAUNCH }
+}
+
+/// `RandomStream` of `kernels/numerics.cuh`: Philox's round keys, and the stream.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct RandomArgument {
+    keys: [u32; 20],
+    stream: [u32; 2],
+}
+
+impl RandomArgument {
+    const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+
+    fn new(random: RandomStream) -> Self {
+        let words = |v: u64| [v as u32, (v >> 32) as u32];
+        let key = words(random.seed);
+        let round_key = |i: usize| key[i % 2].wrapping_add(Self::WEYL[i % 2].wrapping_mul(i as u32 / 2));
+        Self { keys: std::array::from_fn(round_key), stream: words(random.stream) }
+    }
+}
+
+/// `Out` of `kernels/output.cuh`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct OutArgument {
+    codes: u64,
+    scales: u64,
+    /// 0 if the variant does not write it.
+    unpacked: u64,
+}

@@ -1,0 +1,103 @@
+//! Launches `kernels/weights_amax.cu` and `kernels/quantize_weights.cu`.
+
+use super::{OutArgument, THREADS, aligned, blocks, narrow, plain};
+use crate::backend::Cuda;
+use crate::driver::{Arguments, Grid};
+use crate::memory::{DeviceMemory, DeviceView};
+use crate::variant::Variant;
+use half::bf16;
+use moe4::kernels::Error;
+use moe4::kernels::contract::{QuantizeWeights, WeightShape};
+use moe4::numerics::BLOCK;
+use std::ops::Range;
+
+/// BF16 elements that a thread block takes at a time for the amax.
+const CHUNK: usize = 8 * 8 * THREADS as usize;
+/// Tiles of a thread block side by side; `TILES` of the kernel.
+const TILES: usize = 32;
+/// Thread blocks in the third dimension of a grid.
+const MOST_EXPERTS: usize = 65535;
+
+pub(crate) fn variant(unpacked: bool) -> Variant {
+    Variant { kernel: "quantize_weights", defines: vec![("UNPACKED", u32::from(unpacked))] }
+}
+
+pub(crate) fn quantize_weights(cuda: &Cuda, pass: QuantizeWeights<'_, DeviceMemory>) -> Result<(), Error> {
+    pass.check()?;
+    let QuantizeWeights { w, shape: WeightShape { n, k }, codes, scales, unpacked, amax } = pass;
+    let name = "quantize_weights";
+    cuda.clear(&amax)?;
+    let amax_kernel = cuda.kernel(&plain("weights_amax"))?;
+    let kernel = cuda.kernel(&variant(unpacked.is_some()))?;
+    let codes = aligned(name, "codes", codes.address(), 8)?;
+    let values = match &unpacked {
+        Some(values) => aligned(name, "unpacked", values.address(), 16)?,
+        None => 0,
+    };
+    let count = (n * k) as u64;
+    let [rows, cols] = [narrow("rows of a weight", n)?, narrow("columns of a weight", k)?];
+    for Strided { experts, stride } in runs(&w) {
+        let first = experts.start as u64;
+        let base = aligned(name, "w", w[experts.start].address(), 16)?;
+        let amax = amax.address() + first * size_of::<f32>() as u64;
+        let out = OutArgument {
+            codes: codes + first * count / 2,
+            scales: scales.address() + first * count / BLOCK as u64,
+            unpacked: if values == 0 { 0 } else { values + first * count * 2 },
+        };
+        let together = experts.len() as u32;
+        let arguments = Arguments::new().with(&base).with(&stride).with(&count).with(&amax);
+        let grid = Grid { blocks: [blocks(n * k, CHUNK, 512), together, 1], threads: THREADS };
+        // SAFETY: `check` compared lengths with shapes, and the run's weights lie `stride` elements apart.
+        cuda.on(unsafe { amax_kernel.launch(cuda.stream(), grid, arguments) })?;
+        let arguments =
+            Arguments::new().with(&base).with(&stride).with(&rows).with(&cols).with(&amax).with(&out);
+        let grid = Grid {
+            blocks: [(k / BLOCK).div_ceil(TILES) as u32, (n / BLOCK) as u32, together],
+            threads: THREADS,
+        };
+        // SAFETY: as above; outputs begin at the run's first expert.
+        cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })?;
+    }
+    Ok(())
+}
+
+/// Experts whose weights lie at equal distances, in elements.
+#[derive(Debug, PartialEq, Eq)]
+struct Strided {
+    experts: Range<usize>,
+    stride: u64,
+}
+
+/// One tensor for all experts is one run; weights apart from each other are as many as needed.
+fn runs(w: &[DeviceView<'_, bf16>]) -> Vec<Strided> {
+    let distance = |e: usize| w[e + 1].address().checked_sub(w[e].address()).filter(|d| d.is_multiple_of(16));
+    let mut runs = Vec::new();
+    let mut start = 0;
+    while start < w.len() {
+        let mut end = start + 1;
+        let stride = if end < w.len() { distance(start) } else { None };
+        while stride.is_some() && end < w.len() && end - start < MOST_EXPERTS && distance(end - 1) == stride {
+            end += 1;
+        }
+        runs.push(Strided { experts: start..end, stride: stride.unwrap_or(0) / size_of::<bf16>() as u64 });
+        start = end;
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_in_one_tensor_are_one_run() {
+        // SAFETY: the views are never used on a GPU.
+        let view = |address| unsafe { DeviceView::from_raw(address, 8) };
+        let run = |experts, stride| Strided { experts, stride };
+        assert_eq!(runs(&[0, 32, 64].map(view)), [run(0..3, 16)]);
+        assert_eq!(runs(&[0, 32, 96, 160].map(view)), [run(0..2, 16), run(2..4, 32)]);
+        assert_eq!(runs(&[64, 32].map(view)), [run(0..1, 0), run(1..2, 0)]);
+        assert_eq!(runs(&[]), []);
+    }
+}
