@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+mod bench;
 mod doctor;
 mod options;
 mod output;
@@ -38,6 +39,8 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     /// Show what the operator will do for a shape: copies, passes, bytes, savings.
     Plan(plan::PlanArgs),
+    /// Time passes and training steps on this machine, after checking their answers.
+    Bench(bench::BenchArgs),
     /// Quantize the 2-D tensors of a safetensors file to NVFP4.
     Quantize(quantize::QuantizeArgs),
     /// Run the grouped MLP, forward and backward, on captured tensors.
@@ -53,6 +56,7 @@ fn main() -> ExitCode {
         Command::Train(args) => train::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Plan(args) => plan::run(args),
+        Command::Bench(args) => bench::run(args),
         Command::Quantize(args) => quantize::run(args),
         Command::Replay(args) => replay::run(args),
     };

@@ -1,6 +1,6 @@
 //! `moe4 doctor`: what this machine has, which kernels run on it and why, and whether they give the right bytes.
 
-mod machine;
+pub(crate) mod machine;
 mod self_check;
 
 use anyhow::{Result, bail};

@@ -1,5 +1,6 @@
 //! The `moe4` program from outside: files in, files, text and exit code out.
 
+mod bench;
 mod common;
 mod doctor;
 mod how_it_works;

@@ -1,0 +1,176 @@
+//! Answers before times: against the scalar reference on a small shape, and against itself on the measured one.
+
+use std::hash::{DefaultHasher, Hasher};
+
+use anyhow::{Context, Result, ensure};
+use moe4::kernels::reference::Reference;
+use moe4::kernels::{Backend, Memory};
+use moe4::mlp::Precision;
+
+use super::case::{Case, Pass};
+use super::passes::SinglePass;
+use super::shapes::Shape;
+use super::step::Step;
+use super::tensors::Output;
+
+/// A case made ready to run.
+pub(super) enum Ready<M: Memory> {
+    Single(SinglePass<M>),
+    Step(Step<M>),
+}
+
+impl<M: Memory> Ready<M> {
+    pub(super) fn new<B: Backend<Memory = M>>(backend: &B, case: Case, shape: &Shape) -> Result<Self> {
+        let mut ready = match case.pass {
+            Pass::Step(precision) => Self::Step(Step::new(backend, precision, shape)?),
+            _ => Self::Single(SinglePass::new(backend, case, shape)?),
+        };
+        ready.poison(backend, 0)?;
+        Ok(ready)
+    }
+
+    fn poison<B: Backend<Memory = M>>(&mut self, backend: &B, byte: u8) -> Result<()> {
+        match self {
+            Self::Single(single) => single.poison(backend, byte),
+            Self::Step(step) => step.poison(backend, byte),
+        }
+    }
+
+    pub(super) fn run<B: Backend<Memory = M>>(&mut self, backend: &B) -> Result<()> {
+        match self {
+            Self::Single(single) => single.run(backend),
+            Self::Step(step) => step.run(backend),
+        }
+    }
+
+    fn outputs<B: Backend<Memory = M>>(
+        &self,
+        backend: &B,
+        each: &mut dyn FnMut(Output) -> Result<()>,
+    ) -> Result<()> {
+        match self {
+            Self::Single(single) => single.outputs(backend, each),
+            Self::Step(step) => step.outputs(backend, each),
+        }
+    }
+
+    /// Two runs over different junk leave the same bytes: everything is written, and nothing depends on chance.
+    pub(super) fn check_repeats<B: Backend<Memory = M>>(&mut self, backend: &B) -> Result<()> {
+        let mut hash_after = |byte| -> Result<u64> {
+            let mut hasher = DefaultHasher::new();
+            self.poison(backend, byte)?;
+            self.run(backend)?;
+            self.outputs(backend, &mut |output| {
+                output.hash(&mut hasher);
+                Ok(())
+            })?;
+            Ok(hasher.finish())
+        };
+        let (first, second) = (hash_after(0xA5)?, hash_after(0x5A)?);
+        ensure!(first == second, "two runs gave different bytes; nothing is measured");
+        Ok(())
+    }
+}
+
+/// Relative distances that a step may be off by where sums run in another order. A different order moves BF16 results
+/// by an ulp here and there; in NVFP4 it flips now and then a code, each of which counts for more.
+fn tolerance(precision: Precision) -> f64 {
+    match precision {
+        Precision::Bf16 => 2e-3,
+        Precision::Nvfp4 => 2e-2,
+    }
+}
+
+/// A small shape like `shape`: bit by bit for single passes, by norm for steps.
+pub(super) fn against_reference<B: Backend>(backend: &B, case: Case, shape: &Shape) -> Result<()> {
+    let small = shape.small();
+    let ours = outputs(backend, case, &small)?;
+    let theirs = outputs(&Reference, case, &small)?;
+    ensure!(ours.len() == theirs.len(), "expected {} outputs, got {}", theirs.len(), ours.len());
+    for (ours, theirs) in ours.iter().zip(&theirs) {
+        match case.pass {
+            Pass::Step(precision) => ours.expect_near(theirs, tolerance(precision)),
+            _ => ours.expect_same(theirs),
+        }
+        .with_context(|| {
+            format!("{case} is wrong on {}, checked against the reference; nothing is measured", small.name)
+        })?;
+    }
+    Ok(())
+}
+
+fn outputs<B: Backend>(backend: &B, case: Case, shape: &Shape) -> Result<Vec<Output>> {
+    let mut ready = Ready::new(backend, case, shape)?;
+    ready.poison(backend, 0xA5)?;
+    ready.run(backend)?;
+    let mut all = vec![];
+    ready.outputs(backend, &mut |output| {
+        all.push(output);
+        Ok(())
+    })?;
+    Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use moe4::kernels::contract::{GroupAmax, GroupQuantize, GroupedWgrad, Permute};
+    use moe4::kernels::cpu::Cpu;
+    use moe4::kernels::{Error, Host};
+    use moe4_conformance::alter::{Alter, Altered};
+
+    use super::*;
+    use crate::bench::case::{CASES, select};
+    use crate::bench::shapes::Shapes;
+
+    /// Outputs that are never written.
+    struct Idle;
+
+    impl Alter<Cpu> for Idle {
+        fn group_amax(&self, _: &Cpu, _: GroupAmax<'_, Host>) -> Result<(), Error> {
+            Ok(())
+        }
+        fn group_quantize(&self, inner: &Cpu, mut pass: GroupQuantize<'_, Host>) -> Result<(), Error> {
+            pass.rowwise = None;
+            if pass.columnwise.is_some() { inner.group_quantize(pass) } else { Ok(()) }
+        }
+        fn grouped_wgrad(&self, _: &Cpu, _: GroupedWgrad<'_, Host>) -> Result<(), Error> {
+            Ok(())
+        }
+        fn permute(&self, _: &Cpu, _: Permute<'_, Host>) -> Result<(), Error> {
+            Ok(())
+        }
+    }
+
+    fn shape() -> Shape {
+        Shapes::read(None).expect("the shipped shapes").all[0].small()
+    }
+
+    #[test]
+    fn a_right_backend_passes_and_a_wrong_one_is_caught() -> Result<()> {
+        let (cpu, shape) = (Cpu::new(), shape());
+        let idle = Altered { inner: &cpu, alteration: Idle };
+        for case in CASES {
+            against_reference(&cpu, case, &shape)?;
+            let wrong = ["amax", "rowwise", "both", "step", "permute"];
+            let wrong = wrong.iter().any(|part| case.to_string().contains(part))
+                && !matches!(case.pass, Pass::GroupHadamardAmax | Pass::Unpermute);
+            let caught = against_reference(&idle, case, &shape).err().map(|error| format!("{error:#}"));
+            assert_eq!(caught.is_some(), wrong, "{case}: {caught:?}");
+            let named =
+                |error: String| error.contains(&case.to_string()) && error.contains("nothing is measured");
+            assert!(caught.is_none_or(named), "{case}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn what_stays_unwritten_shows_in_a_second_run() -> Result<()> {
+        let (cpu, shape) = (Cpu::new(), shape());
+        for case in select(&["group_amax".into(), "group_quantize_both".into(), "step".into()])? {
+            Ready::new(&cpu, case, &shape)?.check_repeats(&cpu)?;
+            let idle = Altered { inner: &cpu, alteration: Idle };
+            assert!(Ready::new(&cpu, case, &shape)?.check_repeats(&idle).is_err(), "{case}");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,127 @@
+//! PyTorch beside moe4: the scripts of `bench/peers`, run on the same shapes and joined row by row.
+//!
+//! A script prints a JSON object a line, with `peer`, `name`, `shape`, and `median_ms` or `error`. The scripts are
+//! part of this program, and read the same text of shapes.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use tempfile::TempDir;
+
+use super::row::{PeerTime, Row};
+use super::shapes::{BackendArg, Shapes};
+
+const COMMON: &str = "common.py";
+/// What measures: each takes the rows that it knows.
+const SCRIPTS: [&str; 2] = ["quantize.py", "grouped_mlp.py"];
+const FILES: [(&str, &str); 3] = [
+    (COMMON, include_str!("../../../../bench/peers/common.py")),
+    (SCRIPTS[0], include_str!("../../../../bench/peers/quantize.py")),
+    (SCRIPTS[1], include_str!("../../../../bench/peers/grouped_mlp.py")),
+];
+
+/// A Python interpreter with PyTorch, and the scripts in a folder.
+pub(super) struct Peers {
+    python: PathBuf,
+    device: &'static str,
+    folder: TempDir,
+    facts: Map<String, Value>,
+}
+
+/// One line of a script.
+#[derive(Deserialize)]
+struct Line {
+    peer: String,
+    name: String,
+    shape: String,
+    median_ms: Option<f64>,
+    error: Option<String>,
+}
+
+impl Peers {
+    /// Lays out the scripts, and asks which PyTorch there is.
+    pub(super) fn start(python: &Path, backend: BackendArg, shapes: &Shapes) -> Result<Self> {
+        let folder = tempfile::tempdir().context("cannot make a folder for the peers' scripts")?;
+        for (name, text) in FILES.into_iter().chain([("shapes.toml", shapes.text.as_str())]) {
+            fs::write(folder.path().join(name), text).context("cannot write the peers' scripts")?;
+        }
+        let device = match backend {
+            BackendArg::Cpu => "cpu",
+            BackendArg::Cuda => "cuda",
+        };
+        let mut peers = Self { python: python.to_owned(), device, folder, facts: Map::new() };
+        let text = peers.run(COMMON, &[])?;
+        peers.facts = serde_json::from_str(text.trim())
+            .with_context(|| format!("--peers: {COMMON}: expected one JSON object, got '{}'", text.trim()))?;
+        Ok(peers)
+    }
+
+    /// Facts about the peers' side, for the record.
+    pub(super) fn facts(&self) -> Vec<(&'static str, String)> {
+        let facts = self.facts.iter().map(|(name, value)| match value {
+            Value::String(text) => format!("{name} {text}"),
+            other => format!("{name} {other}"),
+        });
+        let facts: Vec<_> = facts.collect();
+        vec![("peers", facts.join(", "))]
+    }
+
+    /// Adds the peers' times to rows of one shape. Returns what they could not do.
+    pub(super) fn measure(&self, shape: &str, runs: usize, rows: &mut [Row]) -> Result<Vec<String>> {
+        let runs = runs.to_string();
+        let mut notes = vec![];
+        for script in SCRIPTS {
+            let mut arguments = vec!["--shape", shape, "--runs", &runs];
+            arguments.extend(rows.iter().flat_map(|row| ["--row", row.name.as_str()]));
+            for line in self.run(script, &arguments)?.lines() {
+                let parsed = serde_json::from_str(line)
+                    .with_context(|| format!("--peers: {script}: expected a JSON line, got '{line}'"))?;
+                notes.extend(join(parsed, rows).with_context(|| format!("--peers: {script}"))?);
+            }
+        }
+        Ok(notes)
+    }
+
+    /// Standard output of a script.
+    fn run(&self, script: &str, arguments: &[&str]) -> Result<String> {
+        let folder = self.folder.path();
+        let output = Command::new(&self.python)
+            .arg(folder.join(script))
+            .args(["--device", self.device, "--shapes"])
+            .arg(folder.join("shapes.toml"))
+            .args(arguments)
+            .stdin(Stdio::null())
+            .output()
+            .with_context(|| format!("--peers: cannot start {}", self.python.display()))?;
+        if !output.status.success() {
+            let text = String::from_utf8_lossy(&output.stderr);
+            let last = text.lines().map(str::trim).rfind(|line| !line.is_empty()).unwrap_or("no message");
+            bail!("--peers: {script} ended with {}: {last}", output.status);
+        }
+        String::from_utf8(output.stdout).with_context(|| format!("--peers: {script}: output is no text"))
+    }
+}
+
+/// Adds one peer's time to the row of its name and shape, or says what the peer could not do.
+fn join(line: Line, rows: &mut [Row]) -> Result<Option<String>> {
+    let Line { peer, name, shape, median_ms, error } = line;
+    let Some(row) = rows.iter_mut().find(|row| row.name == name && row.shape.name == shape) else {
+        bail!("{peer}: a time for '{name}' on '{shape}', which was not asked for");
+    };
+    match (median_ms, error) {
+        (Some(peer_ms), None) if peer_ms > 0.0 && peer_ms.is_finite() => {
+            row.peers.push(PeerTime { peer, peer_ms, ratio: row.median_ms / peer_ms });
+            Ok(None)
+        }
+        (None, Some(error)) => {
+            Ok(Some(format!("left out: {peer}: {name} on {shape}: {}", error.replace(char::is_control, " "))))
+        }
+        (got, _) => {
+            bail!("{peer}: '{name}' on '{shape}': expected a positive median_ms or an error, got {got:?}")
+        }
+    }
+}
