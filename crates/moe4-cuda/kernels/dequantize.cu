@@ -21,7 +21,7 @@ DEVICE float e2m1_to_float(u32 code) {
 extern "C" __global__ void __launch_bounds__(THREADS)
 dequantize(const uint2* __restrict__ codes, const u8* __restrict__ scales, const float* __restrict__ amax, u32 cols, u64 k,
            const Groups groups, float* __restrict__ out) {
-    const Tile tile = load_tile(groups);
+    const Tile tile = load_tile(groups, block_in_grid());
     if (tile.expert == NO_TILE) return;
     const u64 blocks = COLUMNWISE ? k / BLOCK : cols / BLOCK;
     const u32 per_line = COLUMNWISE ? tile.positions / BLOCK : cols / BLOCK, lines = COLUMNWISE ? cols : tile.rows;

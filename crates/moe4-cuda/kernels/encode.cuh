@@ -9,8 +9,9 @@
 //               is taken afterwards, since rounding keeps the order. Lines meet at even codes, so ties fall as E2M1 wants
 //               them. Up to v < 7 there is no need to saturate; see `Scaling::common`.
 //   stochastic  t = |v| + r/256 * step, then down to the grid. `step` is half the power of two below |v|, at least 1/2.
-//               E2M1's subnormals line up with those of FP32 after a multiplication by 2^-126: the code is then the
-//               exponent and the first bit of the mantissa.
+//               Above 1 that is an addition to the bits of v, which carries into the exponent as it should; below 1 it is
+//               one in FP32; each is the larger one where it is meant. E2M1's subnormals line up with those of FP32 after
+//               a multiplication by a power of two: the code is then the exponent and the first bit of the mantissa.
 #pragma once
 #include "numerics.cuh"
 
@@ -75,30 +76,30 @@ struct Block {
 
 // What the blocks of one expert's operand share: the factor of a block's amax, and for each scale byte what its elements
 // are multiplied by. After a transform both are a quarter of that and the elements are left four times as large: exact,
-// unless an element that counts is subnormal when divided by four, which only an amax below 2^-80 allows.
+// unless an element that counts is subnormal when divided by four, which only an amax below 2^-80 allows. Stochastic rounding
+// wants 2^-8 of the multiplier, which is exact unless the amax is above 2^100.
 struct Scaling {
     float multipliers[128];
     float block;  // NaN if no block may take the short way
     float exact_block;
 
     // By 128 threads, of which this is number `thread`; all must meet at a barrier before it is used.
-    __device__ __forceinline__ void fill(u32 thread, float amax, bool transformed) {
+    __device__ __forceinline__ void fill(u32 thread, float amax, bool transformed, bool stochastic) {
         const GlobalScale global = GlobalScale::from_amax(amax);
         const float factor = transformed ? 0.25f : 1.0f;
         multipliers[thread] = __fmul_rn(global.multiplier(thread), factor);
         if (thread != 0) return;
         exact_block = __fmul_rn(global.block, factor);
-        block = transformed && amax < 0x1p-80f ? __uint_as_float(0x7FC00000u) : exact_block;
+        const bool short_way = !(transformed && amax < 0x1p-80f) && !(stochastic && amax > 0x1p100f);
+        block = short_way ? exact_block : __uint_as_float(0x7FC00000u);
     }
 };
 
-// Whether a block of this amax, relative to the global scale, may take the short way: it is finite, and with nearest
-// rounding no element can reach 7, since the scale is neither subnormal, where its rounding moves elements by up to half,
-// nor far saturated. A transformed block that is infinite only for not having been divided by four is not usual either.
-template <bool STOCHASTIC>
+// Whether a block of this amax, relative to the global scale, may take the short way: it is finite, and no element can
+// reach 7, since the scale is neither subnormal, where its rounding moves elements by up to half, nor far saturated. A
+// transformed block that is infinite only for not having been divided by four is not usual either.
 DEVICE bool is_usual(float relative) {
-    constexpr u32 LEAST = STOCHASTIC ? 0 : 0x3C800000u;        // 2^-6
-    constexpr u32 BOUND = STOCHASTIC ? 0x7F800000u : 0x43FA0000u;  // infinity, 500
+    constexpr u32 LEAST = 0x3C800000u, BOUND = 0x43FA0000u;  // 2^-6, 500
     return __float_as_uint(relative) - LEAST < BOUND - LEAST;
 }
 
@@ -144,23 +145,29 @@ DEVICE u32 nearest_codes(const float (&x)[8], float m) {
 #endif
 }
 
-// Likewise, rounded at random: a byte for each element, that of element 0 lowest.
+// Likewise, rounded at random: a byte for each element, that of element 0 lowest. Without saturation, `m` is 2^-8 of what
+// the elements are multiplied by.
+template <bool SATURATE>
 DEVICE u32 stochastic_codes(const float (&x)[8], float m, u32 random_low, u32 random_high) {
     u32 z[8];
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-        const float a = fminf(__fmul_rn(x[k], m), 6.0f);
-        const float power = fmaxf(__uint_as_float(__float_as_uint(a) & 0x7F800000u), 1.0f);
-        // 2^14 + r * 2^-9: the last byte of this float is the random byte.
-        const u32 byte = permute_bytes(k < 4 ? random_low : random_high, 0x46800000u, 0x7650 + (k & 3));
-        const float t = __fmaf_rn(__fadd_rn(__uint_as_float(byte), -16384.0f), power, a);
-        z[k] = __float_as_uint(__fmul_rz(t, 0x1p-126f));
+        float a = __fmul_rn(x[k], m);
+        if (SATURATE) a = __fmul_rn(fminf(a, 6.0f), 0x1p-8f);
+        // r << 8: as a float r * 2^-141, so that the product is r * 2^-17.
+        const u32 r = permute_bytes(k < 4 ? random_low : random_high, 0, 0x4404 + ((k & 3) << 4));
+        const u32 below_one = __float_as_uint(__fmaf_rn(__uint_as_float(r), 0x1p124f, a));
+        const u32 above_one = __float_as_uint(a) + (r << 6);
+        z[k] = __float_as_uint(__fmul_rz(__uint_as_float(max(below_one, above_one)), 0x1p-118f));
     }
-    // Codes lie in bits 22..24; the upper halves of elements k and k + 4 share a word.
-    u32 word = (permute_bytes(z[0], z[4], 0x7632) >> 6) & 0x00070007u;
-    word |= (permute_bytes(z[1], z[5], 0x7632) >> 2) & 0x00700070u;
-    word |= (permute_bytes(z[2], z[6], 0x7632) << 2) & 0x07000700u;
-    return word | ((permute_bytes(z[3], z[7], 0x7632) << 6) & 0x70007000u);
+    // Codes lie in bits 22..24; the upper halves of elements k and k + 4 share a word. What is above 6 reaches 8 at most.
+    u32 pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) pairs[i] = __vminu2(permute_bytes(z[i], z[i + 4], 0x7632), 0x01FF01FFu);
+    u32 word = (pairs[0] >> 6) & 0x00070007u;
+    word |= (pairs[1] >> 2) & 0x00700070u;
+    word |= (pairs[2] << 2) & 0x07000700u;
+    return word | ((pairs[3] << 6) & 0x70007000u);
 }
 
 template <bool SATURATE, class Eight>
@@ -172,14 +179,15 @@ DEVICE Codes encode_nearest(const Block<Eight>& block, float m) {
 }
 
 // `position` is where the block's random bytes are found.
-template <class Eight>
+template <bool SATURATE, class Eight>
 DEVICE Codes encode_stochastic(const Block<Eight>& block, float m, const RandomStream& random, u64 position) {
     const RandomBlock r = random_block(random, position);
+    const float scaled = SATURATE ? m : __fmul_rn(m, 0x1p-8f);
     float low[8], high[8];
     Eight::unpack(block.low_magnitudes, low);
     Eight::unpack(block.high_magnitudes, high);
-    return {block.low.with_signs(stochastic_codes(low, m, r.words[0], r.words[1])),
-            block.high.with_signs(stochastic_codes(high, m, r.words[2], r.words[3]))};
+    return {block.low.with_signs(stochastic_codes<SATURATE>(low, scaled, r.words[0], r.words[1])),
+            block.high.with_signs(stochastic_codes<SATURATE>(high, scaled, r.words[2], r.words[3]))};
 }
 
 // Codes and scale byte of one block.
@@ -197,22 +205,22 @@ DEVICE Quantized quantize_any(const Block<Eight>& block, const Scaling& scaling,
     const u32 scale = float_to_e4m3(__fmul_rn(__uint_as_float(amax), __fmul_rn(scaling.exact_block, factor)));
     const float m = __fmul_rn(scaling.multipliers[scale], factor);
     if constexpr (STOCHASTIC)
-        return {encode_stochastic(block, m, random, position), scale};
+        return {encode_stochastic<true>(block, m, random, position), scale};
     else
         return {encode_nearest<true>(block, m), scale};
 }
 
-// One block by the short way. False if it may not take it; nothing is written then.
+// One block by the short way; what comes out is meaningless if that is not `usual`. No branch: so the work of one block hides
+// the latencies of another.
 template <bool STOCHASTIC, class Eight>
-DEVICE bool quantize_usual(const Block<Eight>& block, const Scaling& scaling, const RandomStream& random, u64 position,
-                           Quantized& q) {
+DEVICE Quantized quantize_usual(const Block<Eight>& block, const Scaling& scaling, const RandomStream& random, u64 position,
+                                bool& usual) {
     const float relative = __fmul_rn(__uint_as_float(block.amax_bits()), scaling.block);
-    if (!is_usual<STOCHASTIC>(relative)) return false;
-    q.scale = float_to_e4m3(relative);
-    const float m = scaling.multipliers[q.scale];
+    usual = is_usual(relative);
+    const u32 scale = float_to_e4m3(relative);
+    const float m = scaling.multipliers[scale];
     if constexpr (STOCHASTIC)
-        q.codes = encode_stochastic(block, m, random, position);
+        return {encode_stochastic<false>(block, m, random, position), scale};
     else
-        q.codes = encode_nearest<false>(block, m);
-    return true;
+        return {encode_nearest<false>(block, m), scale};
 }

@@ -12,7 +12,7 @@ constexpr u32 CHUNK = THREADS * UNROLL;  // 16-byte words
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 group_amax(const u16* __restrict__ x, u64 cols, const Groups groups, u32* amax) {
-    const Tile tile = load_tile(groups);
+    const Tile tile = load_tile(groups, block_in_grid());
     if (tile.expert >= groups.experts) return;
     const u16 *const begin = x + tile.row * cols, *const end = begin + tile.rows * cols;
     // Whole 16-byte words in the middle; what is left before and behind them goes element by element.

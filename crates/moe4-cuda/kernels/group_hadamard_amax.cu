@@ -64,7 +64,7 @@ static __device__ __noinline__ Amaxes finite_amaxes(const u16* x, u64 cols, u32 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 group_hadamard_amax(const u16* __restrict__ x, u64 cols, const Groups groups, u32 sign_mask, u32* amax,
                     u32* amax_rht) {
-    const Tile tile = load_tile(groups);
+    const Tile tile = load_tile(groups, block_in_grid());
     if (tile.expert >= groups.experts) return;
     const u32 vectors = (u32)(cols / VECTOR);
     const u32 token_blocks = (tile.rows + BLOCK - 1) / BLOCK;

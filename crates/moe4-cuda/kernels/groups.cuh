@@ -27,12 +27,13 @@ struct Groups {
     u32 experts, most_tiles;
 };
 
-// Of a thread block. Tiles are spread over two dimensions of the grid, each of which has its limit.
-DEVICE Tile load_tile(const Groups& groups) {
-    const u32 index = blockIdx.z * gridDim.y + blockIdx.y;
+DEVICE Tile load_tile(const Groups& groups, u32 index) {
     if (index >= groups.most_tiles) return {0, 0, 0, NO_TILE, 0, 0};
     const uint4* const words = reinterpret_cast<const uint4*>(groups.tiles + index);
     const uint4 a = __ldg(words), b = __ldg(words + 1);
     const auto join = [](u32 low, u32 high) { return (u64)high << 32 | low; };
     return {join(a.x, a.y), join(a.z, a.w), join(b.x, b.y), b.z, (u16)b.w, (u16)(b.w >> 16)};
 }
+
+// Tiles are spread over two dimensions of the grid, each of which has its limit.
+DEVICE u32 block_in_grid() { return blockIdx.z * gridDim.y + blockIdx.y; }

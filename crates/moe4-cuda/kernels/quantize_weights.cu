@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 quantize_weights(const u16* __restrict__ w, u64 stride, u32 n, u32 k, const float* __restrict__ amax, Out out) {
     const u32 expert = blockIdx.z, blocks = k / BLOCK;
     __shared__ Scaling scaling;
-    if (threadIdx.x < 128) scaling.fill(threadIdx.x, amax[expert], false);
+    if (threadIdx.x < 128) scaling.fill(threadIdx.x, amax[expert], false, false);
     __syncthreads();
     const u32 lane = threadIdx.x % 32, block = blockIdx.x * TILES + threadIdx.x / 32 * 4 + lane % 4;
     const u32 first_row = blockIdx.y * BLOCK + lane / 4 * 2;
@@ -41,7 +41,7 @@ quantize_weights(const u16* __restrict__ w, u64 stride, u32 n, u32 k, const floa
     for (u32 step = 4; step < 32; step *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
     if (!live) return;
     const float relative = __fmul_rn(__uint_as_float(largest), scaling.block);
-    const bool finite = largest < 0x7F800000u, usual = is_usual<false>(relative);
+    const bool finite = largest < 0x7F800000u, usual = is_usual(relative);
     const u32 scale = finite ? float_to_e4m3(relative) : E4M3_NAN;
     const float m = scaling.multipliers[scale];
 #pragma unroll

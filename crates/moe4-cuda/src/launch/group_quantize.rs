@@ -13,10 +13,12 @@ use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::{RandomStream, Rounding};
 use moe4::tensor::ScaleLayout;
 
-/// Blocks of 16 columns of a tile; `COLUMN_BLOCKS` of the kernel.
-const TILE_BLOCKS: u32 = 8;
-/// Two tiles in shared memory; `SHARED_CHUNKS` of the kernel.
-const SHARED_BYTES: u32 = 2 * (128 * 16 + 8) * 16;
+/// Blocks of 16 columns of a patch; `COLUMN_BLOCKS` of the kernel.
+const PATCH_BLOCKS: u32 = 8;
+/// `Shared` of the kernel: two patches of 128 rows, scalings for both directions, and tiles.
+const SHARED_BYTES: u32 = 2 * (128 * 16 + 8) * 16 + 4 * (128 + 2) * 4 + 4 * 32;
+/// Thread blocks that a multiprocessor holds at a time, by shared memory and registers.
+const RESIDENT: u32 = 3;
 
 /// What is compiled for one copy.
 #[derive(Clone, Copy, Debug, Default)]
@@ -105,20 +107,22 @@ pub(crate) fn group_quantize(cuda: &Cuda, pass: GroupQuantize<'_, DeviceMemory>)
     let x = aligned("group_quantize", "x", x.address(), 16)?;
     let (cols, k) = (narrow("columns", cols)?, groups.extent().padded_rows as u64);
     let (groups_argument, mask) = (groups.argument(), rht.map_or(0, |mask| u32::from(mask.0)));
+    let patches = cols.div_ceil(BLOCK as u32 * PATCH_BLOCKS);
+    let count = 2u32;
     let arguments = Arguments::new()
         .with(&x)
         .with(&cols)
         .with(&k)
+        .with(&count)
         .with(&groups_argument)
         .with(&mask)
         .with(&row)
         .with(&col);
-    // A thread block that takes several tiles of its rows copies one while it works on another, and computes their scaling
-    // once; but all multiprocessors must be busy, several times over for an even end.
-    let tiles = cols.div_ceil(BLOCK as u32 * TILE_BLOCKS);
-    let wanted = 12 * cuda.device().facts().multiprocessors;
-    let shares = wanted.div_ceil(groups.extent().most_tiles() as u32).clamp(tiles.div_ceil(4), tiles);
-    let grid = Grid { shared: SHARED_BYTES, ..Grid::new(groups.grid(shares), THREADS) };
+    let mut blocks = groups.grid(patches);
+    let lots = (groups.extent().most_tiles() as u32).div_ceil(count);
+    blocks[1] = lots.min(65535);
+    blocks[2] = lots.div_ceil(65535);
+    let grid = Grid { shared: SHARED_BYTES, ..Grid::new(blocks, THREADS) };
     // SAFETY: `check` compared lengths with shapes. The kernel reads rows of experts, and writes all rows and positions.
     cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })
 }
