@@ -1,6 +1,6 @@
 //! Launches `kernels/group_offsets.cu`.
 
-use super::plain;
+use super::{aligned, plain};
 use crate::backend::Cuda;
 use crate::driver::{Arguments, Grid};
 use crate::groups::DeviceGroups;
@@ -25,9 +25,9 @@ pub(crate) fn group_offsets(
         }
         .into());
     }
+    let splits = aligned("compute_groups", "splits", splits.address(), 8)?;
     let kernel = cuda.kernel(&plain("group_offsets"))?;
-    let out = groups.argument();
-    let (splits, faults) = (splits.address(), cuda.faults_address());
+    let (out, faults) = (groups.argument(), cuda.faults_address());
     let (rows, padded_rows) = (extent.rows as u64, extent.padded_rows as u64);
     let arguments = Arguments::new()
         .with(&splits)
