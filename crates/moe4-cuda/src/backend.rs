@@ -120,8 +120,8 @@ impl Cuda {
         Ok(DeviceBuffer::new(bytes, host.len()))
     }
 
-    /// New contents for a buffer that exists, such as one that a graph reads, in the order of the stream that the buffer
-    /// was made on. Returns when the host's data has been read.
+    /// New contents for a buffer that exists, such as one that a graph reads, in the order of the stream that it was
+    /// made on. Returns when the host's data has been read.
     pub fn write<T: Pod>(&self, buffer: &mut DeviceBuffer<T>, host: &[T]) -> Result<(), Error> {
         self.outside_capture("write")?;
         let expected = buffer.view().len();

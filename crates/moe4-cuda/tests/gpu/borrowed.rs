@@ -23,7 +23,8 @@ fn splits() -> Groups {
 /// The same memory, as another framework would name it.
 fn raw<T>(buffer: &DeviceBuffer<T>) -> DeviceView<'_, T> {
     let view = buffer.view();
-    // SAFETY: the buffer is borrowed as long as the view, and its owner's work on it is done, or waited for by an event.
+    // SAFETY: the buffer is borrowed as long as the view, and its owner's work on it is done, or waited for by an
+    // event.
     unsafe { DeviceView::from_raw(view.address(), view.len()) }
 }
 

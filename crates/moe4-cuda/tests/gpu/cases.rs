@@ -1,5 +1,5 @@
-//! Everything that the quantizers make of a tensor: amaxes, copies and their way back to f32, on any backend, compared bit
-//! by bit.
+//! Everything that the quantizers make of a tensor: amaxes, copies and their way back to f32, on any backend,
+//! compared bit by bit.
 
 use half::bf16;
 use moe4::kernels::contract::Direction;

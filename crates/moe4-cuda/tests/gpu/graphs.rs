@@ -1,6 +1,6 @@
-//! Passes recorded once and launched again, with other splits and other values in the same buffers: byte for byte what the
-//! passes give by themselves, and what the CPU gives. That a capture succeeds also shows that no pass waits for the device
-//! or takes memory on the way.
+//! Passes recorded once and launched again, with other splits and other values in the same buffers: byte for byte
+//! what the passes give by themselves, and what the CPU gives. That a capture succeeds also shows that no pass waits
+//! for the device.
 
 use crate::cases::{Case, Form, Made, Setting, stochastic};
 use crate::support::{called, cuda, must, refused, skewed};
@@ -151,8 +151,8 @@ impl Buffers {
         })
     }
 
-    /// What the CPU makes of splits that the host knows, as it lies in buffers for the worst of splits: lines are longer,
-    /// and each expert's token positions the same.
+    /// What the CPU makes of splits that the host knows, as it lies in buffers for the worst of splits: lines are
+    /// longer, and each expert's token positions the same.
     fn on_the_cpu(&self, x: &[bf16], splits: &[i64]) -> Result<Outputs, Error> {
         let (groups, [cols, k]) =
             (Groups::from_i64(splits, self.rows)?, [self.cols, self.groups.padded_rows()]);

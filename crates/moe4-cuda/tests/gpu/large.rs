@@ -1,9 +1,10 @@
 //! More than 2^31 elements in one tensor: places on both sides of that mark, byte for byte as on the CPU.
 //!
-//! The tensor repeats N rows, gathered on the device from a small one; N is prime, so that an expert of 16 N rows meets
-//! every run of 16 rows in its transforms, and the amaxes of a whole expert are those of its last rows. The copies are
-//! compared at the beginning, in the middle and at the end of each expert; elements that are rounded stochastically at the
-//! beginning, where the CPU counts tokens as the whole expert does. Takes 17 GB of device memory.
+//! The tensor repeats N rows, gathered on the device from a small one; N is prime, so that an expert of 16 N rows
+//! meets every run of 16 rows in its transforms, and the amaxes of a whole expert are those of its last rows. The
+//! copies are compared at the beginning, in the middle and at the end of each expert; elements that are rounded
+//! stochastically at the beginning, where the CPU counts tokens as the whole expert does. Takes 17 GB of device
+//! memory.
 
 use crate::cases::stochastic;
 use crate::support::{cuda, must};

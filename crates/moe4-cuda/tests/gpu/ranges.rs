@@ -20,8 +20,8 @@ fn at(random: &mut Random, exponent: i32) -> bf16 {
     bf::from_f32((sign * mantissa * f64::from(exponent).exp2()) as f32)
 }
 
-/// Expert `e` has magnitudes around 2^k for the e-th exponent; the 16 x 16 blocks of its tensor fall from there in powers
-/// of two down to scales that underflow.
+/// Expert `e` has magnitudes around 2^k for the e-th exponent; the 16 x 16 blocks of its tensor fall from there in
+/// powers of two down to scales that underflow.
 fn ladder(cols: usize) -> (Vec<bf16>, Groups) {
     let exponents = (-140..=127).step_by(3);
     let splits: Vec<usize> = exponents.clone().enumerate().map(|(e, _)| 16 + e * 7 % 33).collect();
@@ -100,7 +100,8 @@ fn subnormals() {
     }
 }
 
-/// Sums of sixteen values near the largest number overflow, in the first or the last of the transform's steps, or do not.
+/// Sums of sixteen values near the largest number overflow, in the first or the last of the transform's steps, or do
+/// not.
 #[test]
 #[ignore = "needs a GPU"]
 fn transforms_that_overflow() {

@@ -1,5 +1,5 @@
-//! Each variant of the catalogue once, on shapes that are small and ragged, so that a checker of memory accesses or races
-//! is done soon:
+//! Each variant of the catalog once, on shapes that are small and ragged, so that a checker of memory accesses or
+//! races is done soon:
 //!
 //! ```text
 //! compute-sanitizer --tool memcheck <this binary> --ignored --exact sanitizer::each_variant
