@@ -120,8 +120,22 @@ impl Cuda {
         Ok(DeviceBuffer::new(bytes, host.len()))
     }
 
+    /// New contents for a buffer that exists, such as one that a graph reads, in the order of the stream that it was
+    /// made on. Returns when the host's data has been read.
+    pub fn write<T: Pod>(&self, buffer: &mut DeviceBuffer<T>, host: &[T]) -> Result<(), Error> {
+        self.outside_capture("write")?;
+        let expected = buffer.view().len();
+        if host.len() != expected {
+            let shape = format!("[{expected}]");
+            let (kernel, tensor, got) = ("write", "host data for a buffer", host.len());
+            return Err(Misuse::Length { kernel, tensor, shape, expected, got }.into());
+        }
+        self.on(buffer.bytes.write(bytemuck::cast_slice(host)))
+    }
+
     /// Groups for splits that only the device knows; filled by [`Cuda::compute_groups`]. Until then no expert has a row.
     pub fn empty_groups(&self, experts: usize, rows: usize) -> Result<DeviceGroups, Error> {
+        self.outside_capture("empty_groups")?;
         // The rules for splits are those of the host's groups.
         let zeros: Vec<i64> = Groups::new(&vec![0; experts], rows)?.splits().map(|s| s as i64).collect();
         let extent = GroupsExtent::for_any_splits(experts, rows);

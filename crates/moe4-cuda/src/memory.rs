@@ -7,6 +7,7 @@ use crate::driver::DeviceBytes;
 use crate::groups::DeviceGroups;
 use moe4::kernels::{Element, Memory};
 use std::marker::PhantomData;
+use std::ops::Range;
 
 /// The memory of one GPU.
 #[derive(Debug, Clone, Copy)]
@@ -74,6 +75,17 @@ impl<'a, T> DeviceView<'a, T> {
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// The elements of `range`.
+    ///
+    /// # Panics
+    /// If the range ends before it begins, or beyond the view; as slices do.
+    pub fn slice(self, range: Range<usize>) -> Self {
+        let Range { start, end } = range;
+        assert!(start <= end && end <= self.len, "range {start}..{end} of a view of {} elements", self.len);
+        let address = self.address + (start * size_of::<T>()) as u64;
+        Self { address, len: end - start, borrowed: PhantomData }
     }
 }
 
@@ -151,5 +163,28 @@ impl Memory for DeviceMemory {
             .map(of)
             .map(|(address, len)| DeviceViewMut { address, len, borrowed: PhantomData })
             .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_lie_within_their_view() {
+        // SAFETY: the view is never used on a GPU.
+        let view: DeviceView<'_, f32> = unsafe { DeviceView::from_raw(1 << 40, 6 << 30) };
+        let slice = view.slice(5 << 30..(5 << 30) + 3);
+        assert_eq!((slice.address(), slice.len()), ((1 << 40) + (20 << 30), 3));
+        assert_eq!(slice.slice(1..3).address(), slice.address() + 4);
+        assert!(view.slice(0..0).is_empty() && view.slice(6 << 30..6 << 30).is_empty());
+    }
+
+    #[test]
+    #[should_panic(expected = "range 2..5 of a view of 4 elements")]
+    fn slices_beyond_the_end_are_refused() {
+        // SAFETY: the view is never used on a GPU.
+        let view: DeviceView<'_, u8> = unsafe { DeviceView::from_raw(64, 4) };
+        view.slice(2..5);
     }
 }

@@ -25,16 +25,24 @@ pub(crate) fn group_hadamard_amax(
 ) -> Result<(), Error> {
     pass.check()?;
     let GroupHadamardAmax { x, cols, groups, sign_mask, amax, amax_rht } = pass;
+    let name = "group_hadamard_amax";
+    let [before, after] =
+        [aligned(name, "amax", amax.address(), 4)?, aligned(name, "amax after RHT", amax_rht.address(), 4)?];
+    let x_address = aligned(name, "x", x.address(), 2)?;
     cuda.clear(&amax)?;
     cuda.clear(&amax_rht)?;
     let vector = if cols.is_multiple_of(4) && x.address().is_multiple_of(8) { 4 } else { 1 };
     let kernel = cuda.kernel(&variant(sign_mask, vector))?;
-    let x = aligned("group_hadamard_amax", "x", x.address(), 2)?;
     let vectors = TILE_ROWS / BLOCK * (cols / vector);
     let (cols, groups_argument) = (cols as u64, groups.argument());
-    let (mask, amax, amax_rht) = (u32::from(sign_mask.0), amax.address(), amax_rht.address());
-    let arguments =
-        Arguments::new().with(&x).with(&cols).with(&groups_argument).with(&mask).with(&amax).with(&amax_rht);
+    let mask = u32::from(sign_mask.0);
+    let arguments = Arguments::new()
+        .with(&x_address)
+        .with(&cols)
+        .with(&groups_argument)
+        .with(&mask)
+        .with(&before)
+        .with(&after);
     let grid = Grid::new(groups.grid(blocks(vectors, VECTORS, u32::MAX)), THREADS);
     // SAFETY: `check` compared lengths with shapes; the kernel reads rows of experts only.
     cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })

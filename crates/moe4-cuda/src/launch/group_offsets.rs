@@ -1,6 +1,6 @@
 //! Launches `kernels/group_offsets.cu`.
 
-use super::plain;
+use super::{aligned, plain};
 use crate::backend::Cuda;
 use crate::driver::{Arguments, Grid};
 use crate::groups::DeviceGroups;
@@ -25,10 +25,11 @@ pub(crate) fn group_offsets(
         }
         .into());
     }
+    let splits = aligned("compute_groups", "splits", splits.address(), 8)?;
     let kernel = cuda.kernel(&plain("group_offsets"))?;
     let [offsets, padded, first_tiles, tiles] = groups.parts();
     let (experts, most_tiles) = (extent.experts as u32, extent.most_tiles() as u32);
-    let (splits, faults) = (splits.address(), cuda.faults_address());
+    let faults = cuda.faults_address();
     let (rows, padded_rows) = (extent.rows as u64, extent.padded_rows as u64);
     let arguments = Arguments::new()
         .with(&splits)

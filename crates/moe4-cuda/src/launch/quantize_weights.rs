@@ -26,20 +26,22 @@ pub(crate) fn quantize_weights(cuda: &Cuda, pass: QuantizeWeights<'_, DeviceMemo
     pass.check()?;
     let QuantizeWeights { w, shape: WeightShape { n, k }, codes, scales, unpacked, amax } = pass;
     let name = "quantize_weights";
-    cuda.clear(&amax)?;
-    let amax_kernel = cuda.kernel(&plain("weights_amax"))?;
-    let kernel = cuda.kernel(&variant(unpacked.is_some()))?;
+    w.iter().try_for_each(|w| aligned(name, "w", w.address(), 16).map(drop))?;
+    let first_amax = aligned(name, "amax", amax.address(), 4)?;
     let codes = aligned(name, "codes", codes.address(), 8)?;
     let values = match &unpacked {
         Some(values) => aligned(name, "unpacked", values.address(), 16)?,
         None => 0,
     };
+    cuda.clear(&amax)?;
+    let amax_kernel = cuda.kernel(&plain("weights_amax"))?;
+    let kernel = cuda.kernel(&variant(unpacked.is_some()))?;
     let count = (n * k) as u64;
     let [rows, cols] = [narrow("rows of a weight", n)?, narrow("columns of a weight", k)?];
     for Strided { experts, stride } in runs(&w) {
         let first = experts.start as u64;
-        let base = aligned(name, "w", w[experts.start].address(), 16)?;
-        let amax = amax.address() + first * size_of::<f32>() as u64;
+        let base = w[experts.start].address();
+        let amax = first_amax + first * size_of::<f32>() as u64;
         let out = OutArgument {
             codes: codes + first * count / 2,
             scales: scales.address() + first * count / BLOCK as u64,
