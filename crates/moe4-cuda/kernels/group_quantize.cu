@@ -3,11 +3,11 @@
 //   rowwise      blocks of 16 columns         codes [T, cols/2]    scales [T, cols/16]
 //   columnwise   blocks of 16 tokens, RHT     codes [cols, k/2]    scales [cols, k/16]     k: padded token positions
 //
-// A thread block takes 128 columns and goes down several tiles of rows: so thread blocks that run at the same time read
-// whole rows, and each writes its columns piece after piece. The next patch is copied to shared memory while this one is
-// worked on, once for each direction: blocks of rows, then 16 tokens of two neighbouring columns at a time. What a block
-// needs of the scales, the multiplier for each scale byte, is computed once an expert. Blocks that cannot take the short way
-// are noted by their thread, which does them at the end of the patch.
+// A thread block takes a patch of 128 rows of one expert and 64 columns, copies it to shared memory without a detour through
+// registers, and goes over it once for each direction: blocks of rows, then 16 tokens of two neighbouring columns at a time.
+// Rowwise alone needs no shared memory: blocks of rows are read as they are used, a few at a time. What a block needs of the
+// scales, the multiplier for each scale byte, is computed while the patch is on its way. Blocks that cannot take the short
+// way are noted by their thread, which does them at the end.
 //
 // Compile-time choices: ROWWISE, COLUMNWISE; ROW_STOCHASTIC, COL_STOCHASTIC; RHT, SIGN_MASK or MASK_AT_LAUNCH; ROW_SWIZZLED, COL_SWIZZLED
 // (scales in the 128x4 layout); ROW_UNPACKED, COL_UNPACKED (also code times block scale in BF16).
@@ -16,8 +16,12 @@
 #include "output.cuh"
 #include "shared_tile.cuh"
 
-constexpr u32 RESIDENT = 3;  // thread blocks of a multiprocessor, by shared memory
-constexpr u32 ROWS_AT_ONCE = ROW_STOCHASTIC ? 1 : 2;
+constexpr u32 RESIDENT = 6;  // thread blocks of a multiprocessor
+// Rowwise alone, 128 columns are shared out among the threads, since rows are then read and written in longer pieces.
+constexpr u32 LINE_BLOCKS = COLUMNWISE ? COLUMN_BLOCKS : 8;
+constexpr u32 ROW_STEP = THREADS / LINE_BLOCKS;            // rows between two of a thread
+constexpr u32 ROWS_AT_ONCE = (COLUMNWISE ? 2 : 4) / (ROW_STOCHASTIC ? 2 : 1);  // of a thread
+constexpr u32 PAIR_STEP = THREADS / TOKEN_BLOCKS;          // pairs of columns between two of a thread
 
 struct Copy {
     const float* amax;  // [E]
@@ -69,43 +73,60 @@ DEVICE void fill_with_zeros(const Context& c, const Out& rowwise, const Out& col
     }
 }
 
-constexpr u32 ROW_STEP = THREADS / COLUMN_BLOCKS;  // rows between two of a thread
-constexpr u32 PAIR_STEP = THREADS / TOKEN_BLOCKS;  // pairs of columns between two of a thread
+// Block `local` of a row, from shared memory or from the tensor.
+struct Chunks {
+    uint4 a, b;
+
+    __device__ __forceinline__ Block<Neighbours> block() const {
+        return Block<Neighbours>({{a.x, a.y, a.z, a.w}}, {{b.x, b.y, b.z, b.w}});
+    }
+};
+
+DEVICE Chunks load_row(const uint4* shared, const uint4* x, const Context& c, u32 row, u32 local) {
+    if constexpr (COLUMNWISE) {
+        return {shared[chunk_index(row, 2 * local)], shared[chunk_index(row, 2 * local + 1)]};
+    } else {
+        const uint4* const from = x + ((c.tile.row + row) * c.blocks + c.first_block + local) * 2;
+        return row < c.tile.rows ? Chunks{__ldcs(from), __ldcs(from + 1)} : Chunks{};
+    }
+}
 
 // Returns which of the thread's blocks are left, one bit each.
-DEVICE u32 quantize_rows(const uint4* shared, const Context& c, const Copy& copy,
-                         const Scaling& scaling) {
-    const u32 local = threadIdx.x % COLUMN_BLOCKS, first_row = threadIdx.x / COLUMN_BLOCKS, block = c.first_block + local;
+DEVICE u32 quantize_rows(const uint4* shared, const uint4* x, const Context& c, const Copy& copy, const Scaling& scaling) {
+    const u32 local = threadIdx.x % LINE_BLOCKS, first_row = threadIdx.x / LINE_BLOCKS, block = c.first_block + local;
     if (local >= c.live_blocks) return 0;
-    const uint4 *first = shared + chunk_index(first_row, 2 * local), *second = shared + chunk_index(first_row, 2 * local + 1);
     RowCursor cursor(copy.out, c.tile.row + first_row, block, c.blocks);
     u64 position = (c.tile.token + first_row) * c.blocks + block;
-    u32 left = 0;
-#pragma unroll ROWS_AT_ONCE
-    for (u32 row = first_row, bit = 1; row < c.tile.rows; row += ROW_STEP, bit *= 2) {
-        bool usual;
-        const Block<Neighbours> block = load_row_block(first, second);
-        const Quantized q = quantize_usual<ROW_STOCHASTIC>(block, scaling, copy.random, position, usual);
-        if (usual) cursor.store(q);
-        left |= usual ? 0 : bit;
-        cursor.advance(ROW_STEP);
-        position += ROW_STEP * c.blocks;
-        first += chunk_index(ROW_STEP, 0), second += chunk_index(ROW_STEP, 0);
+    u32 left = 0, bit = 1;
+#pragma unroll 1
+    for (u32 row = first_row; row < c.tile.rows; row += ROWS_AT_ONCE * ROW_STEP) {
+        Chunks v[ROWS_AT_ONCE];
+#pragma unroll
+        for (u32 i = 0; i < ROWS_AT_ONCE; i++) v[i] = load_row(shared, x, c, row + i * ROW_STEP, local);
+#pragma unroll
+        for (u32 i = 0; i < ROWS_AT_ONCE; i++, bit *= 2) {
+            bool usual;
+            const Quantized q = quantize_usual<ROW_STOCHASTIC>(v[i].block(), scaling, copy.random, position, usual);
+            const bool live = row + i * ROW_STEP < c.tile.rows;
+            if (usual && live) cursor.store(q);
+            left |= !usual && live ? bit : 0;
+            cursor.advance(ROW_STEP);
+            position += ROW_STEP * c.blocks;
+        }
     }
     return left;
 }
 
-DEVICE void quantize_rare_rows(u32 left, const uint4* shared, const Context& c, const Copy& copy,
+DEVICE void quantize_rare_rows(u32 left, const uint4* shared, const uint4* x, const Context& c, const Copy& copy,
                                const Scaling& scaling) {
 #pragma unroll 1
     for (u32 i = 0; left >> i != 0; i++) {
         if (!(left >> i & 1)) continue;
-        const u32 row = threadIdx.x / COLUMN_BLOCKS + i * ROW_STEP, local = threadIdx.x % COLUMN_BLOCKS;
-        const Block<Neighbours> v =
-            load_row_block(shared + chunk_index(row, 2 * local), shared + chunk_index(row, 2 * local + 1));
+        const u32 row = threadIdx.x / LINE_BLOCKS + i * ROW_STEP, local = threadIdx.x % LINE_BLOCKS;
         const u64 position = (c.tile.token + row) * c.blocks + c.first_block + local;
         RowCursor(copy.out, c.tile.row + row, c.first_block + local, c.blocks)
-            .store(quantize_any<ROW_STOCHASTIC>(v, scaling, 1.0f, copy.random, position));
+            .store(quantize_any<ROW_STOCHASTIC>(load_row(shared, x, c, row, local).block(), scaling, 1.0f, copy.random,
+                                                position));
     }
 }
 
@@ -120,7 +141,7 @@ DEVICE u32 quantize_columns(const uint4* shared, const Context& c, const Copy& c
     u32 left = 0;
 #pragma unroll 1
     for (u32 pair = first_pair, bit = 1; pair < c.live_blocks * (BLOCK / 2); pair += PAIR_STEP, bit *= 4) {
-        const ColumnPair loaded = load_columns(reinterpret_cast<const u32*>(shared) + column_index(token_block, pair));
+        const ColumnPair loaded = load_columns(shared, token_block, pair);
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
             bool usual;
@@ -142,7 +163,7 @@ DEVICE void quantize_rare_columns(u32 left, const uint4* shared, const Context& 
     for (u32 i = 0; left >> i != 0; i++) {
         if (!(left >> i & 1)) continue;
         const u32 pair = threadIdx.x / TOKEN_BLOCKS + i / 2 * PAIR_STEP, col = c.first_block * BLOCK + 2 * pair + i % 2;
-        const ColumnPair loaded = load_columns(reinterpret_cast<const u32*>(shared) + column_index(token_block, pair));
+        const ColumnPair loaded = load_columns(shared, token_block, pair);
         const Block<Interleaved> v = transform<RHT>(loaded, i % 2, c.sign_mask);
         const u64 position = (c.tile.token / BLOCK + token_block) * c.cols + col;
         ColumnCursor(copy.out, col, c.tile.position / BLOCK + token_block, c.token_blocks)
@@ -150,53 +171,29 @@ DEVICE void quantize_rare_columns(u32 left, const uint4* shared, const Context& 
     }
 }
 
-constexpr u32 MOST_TILES = 8;  // of a thread block
-
-// blockIdx.x: which 128 columns; the other dimensions: which `count` tiles.
+// blockIdx.x: which columns; the other dimensions: which tile.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-group_quantize(const uint4* __restrict__ x, u32 cols, u64 k, u32 count, const Groups groups, u32 sign_mask,
+group_quantize(const uint4* __restrict__ x, u32 cols, u64 k, const Groups groups, u32 sign_mask,
                const __grid_constant__ Copy rowwise, const __grid_constant__ Copy columnwise) {
-    extern __shared__ uint4 buffers[];  // two patches
-    __shared__ Tile tiles[MOST_TILES];
+    const u32 first_block = blockIdx.x * LINE_BLOCKS, blocks = cols / BLOCK;
+    const Context c{load_tile(groups, block_in_grid()), first_block, min(blocks - first_block, LINE_BLOCKS), cols, blocks,
+                    k / BLOCK, sign_mask};
+    if (c.tile.expert == NO_TILE) return;
+    if (c.tile.expert == groups.experts) return fill_with_zeros(c, rowwise.out, columnwise.out);
+
+    __shared__ uint4 patch[COLUMNWISE ? SHARED_CHUNKS : 1];
     __shared__ Scaling row_scaling, col_scaling;
-    if (threadIdx.x < count) tiles[threadIdx.x] = load_tile(groups, block_in_grid() * count + threadIdx.x);
+    if constexpr (COLUMNWISE)
+        copy_patch(patch, x + (c.tile.row * blocks + first_block) * 2, (u64)blocks * 2, c.tile.rows, c.live_blocks * 2);
+    static_assert(THREADS == 128, "a thread for each entry of a scaling");
+    if (ROWWISE) row_scaling.fill(threadIdx.x, rowwise.amax[c.tile.expert], false, ROW_STOCHASTIC);
+    if (COLUMNWISE) col_scaling.fill(threadIdx.x, columnwise.amax[c.tile.expert], RHT, COL_STOCHASTIC);
+    if constexpr (COLUMNWISE) wait_for_copies();
     __syncthreads();
 
-    const u32 first_block = blockIdx.x * COLUMN_BLOCKS, blocks = cols / BLOCK;
-    Context c{{}, first_block, min(blocks - first_block, COLUMN_BLOCKS), cols, blocks, k / BLOCK, sign_mask};
-    const auto start_copy = [&](u32 i) {
-        const Tile& tile = tiles[i];
-        if (tile.expert >= groups.experts) return;
-        const uint4* const from = x + (tile.row * blocks + first_block) * 2;
-        copy_patch(buffers + i % 2 * SHARED_CHUNKS, from, (u64)blocks * 2, tile.rows, c.live_blocks * 2);
-    };
-    start_copy(0);
-    u32 scaled = NO_TILE;  // the expert that the scalings are of
-#pragma unroll 1
-    for (u32 i = 0; i < count; i++) {
-        c.tile = tiles[i];
-        if (c.tile.expert == NO_TILE) return;
-        wait_for_copies();
-        // Everybody's copies of this patch are there, and nobody works on the one before any more.
-        __syncthreads();
-        if (i + 1 < count) start_copy(i + 1);
-        if (c.tile.expert == groups.experts) {
-            fill_with_zeros(c, rowwise.out, columnwise.out);
-            continue;
-        }
-        if (c.tile.expert != scaled) {
-            scaled = c.tile.expert;
-            static_assert(THREADS == 256, "one half of the threads for each direction's scaling");
-            const u32 entry = threadIdx.x % 128;
-            if (ROWWISE && threadIdx.x < 128) row_scaling.fill(entry, rowwise.amax[scaled], false, ROW_STOCHASTIC);
-            if (COLUMNWISE && threadIdx.x >= 128) col_scaling.fill(entry, columnwise.amax[scaled], RHT, COL_STOCHASTIC);
-            __syncthreads();
-        }
-        const uint4* const patch = buffers + i % 2 * SHARED_CHUNKS;
-        u32 rows_left = 0, columns_left = 0;
-        if constexpr (ROWWISE) rows_left = quantize_rows(patch, c, rowwise, row_scaling);
-        if constexpr (COLUMNWISE) columns_left = quantize_columns(patch, c, columnwise, col_scaling);
-        if (ROWWISE && rows_left) quantize_rare_rows(rows_left, patch, c, rowwise, row_scaling);
-        if (COLUMNWISE && columns_left) quantize_rare_columns(columns_left, patch, c, columnwise, col_scaling);
-    }
+    u32 rows_left = 0, columns_left = 0;
+    if constexpr (ROWWISE) rows_left = quantize_rows(patch, x, c, rowwise, row_scaling);
+    if constexpr (COLUMNWISE) columns_left = quantize_columns(patch, c, columnwise, col_scaling);
+    if (ROWWISE && rows_left) quantize_rare_rows(rows_left, patch, x, c, rowwise, row_scaling);
+    if (COLUMNWISE && columns_left) quantize_rare_columns(columns_left, patch, c, columnwise, col_scaling);
 }

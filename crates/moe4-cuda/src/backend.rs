@@ -97,7 +97,8 @@ impl Cuda {
         // Ended in any case: a stream left in capture would be of no more use.
         let graph = recording.end();
         outcome?;
-        self.on(graph)
+        let loaded = self.kernels.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+        Ok(self.on(graph)?.holding(loaded))
     }
 
     /// Milliseconds on the device that `work` takes, run by run.

@@ -1,16 +1,19 @@
 //! CUDA graphs: a sequence of passes recorded once and launched as one.
-#![forbid(unsafe_code)]
 
 use super::error::CallError;
+use super::module::Kernel;
 use super::raw::{self, CUgraphExec, Handle};
 use super::stream::Stream;
+use std::sync::Arc;
 
-/// A recorded sequence, ready to launch. It reads and writes the addresses that it was recorded with, so the buffers
-/// must outlive it; what they hold may change between launches, splits included.
+/// A recorded sequence, ready to launch. It reads and writes the addresses that it was recorded with; what they hold may
+/// change between launches, splits included. Seeds of stochastic rounding are part of the record.
 #[derive(Debug)]
 pub struct Graph {
     handle: Handle<CUgraphExec>,
     stream: Stream,
+    /// Kernels that it may launch.
+    kernels: Vec<Arc<Kernel>>,
 }
 
 /// A stream that records. Dropped without [`Recording::end`], the recording is given up.
@@ -24,7 +27,7 @@ impl Recording {
     pub fn end(mut self) -> Result<Graph, CallError> {
         let stream = self.stream.take().expect("taken here or when dropped");
         let handle = Handle(raw::end_capture(stream.bound()?)?);
-        Ok(Graph { handle, stream })
+        Ok(Graph { handle, stream, kernels: Vec::new() })
     }
 }
 
@@ -44,8 +47,18 @@ impl Graph {
         Ok(Recording { stream: Some(stream.clone()) })
     }
 
+    /// Keeps kernels loaded for as long as the graph is there.
+    pub(crate) fn holding(mut self, kernels: Vec<Arc<Kernel>>) -> Self {
+        self.kernels = kernels;
+        self
+    }
+
     /// Enqueues the sequence on the stream that it was recorded on.
-    pub fn launch(&self) -> Result<(), CallError> {
+    ///
+    /// # Safety
+    /// The buffers and views that it was recorded with are still there, until the stream has run it, and nobody else uses
+    /// what it writes.
+    pub unsafe fn launch(&self) -> Result<(), CallError> {
         raw::launch_graph(self.handle.0, self.stream.bound()?)
     }
 }

@@ -1,6 +1,6 @@
 //! Launches `kernels/group_quantize.cu`.
 
-use super::{OutArgument, RandomArgument, THREADS, aligned, mask_choice, narrow};
+use super::{OutArgument, RandomArgument, aligned, mask_choice, narrow};
 use crate::backend::Cuda;
 use crate::driver::{Arguments, Grid};
 use crate::memory::DeviceMemory;
@@ -13,12 +13,10 @@ use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::{RandomStream, Rounding};
 use moe4::tensor::ScaleLayout;
 
-/// Blocks of 16 columns of a patch; `COLUMN_BLOCKS` of the kernel.
-const PATCH_BLOCKS: u32 = 8;
-/// `Shared` of the kernel: two patches of 128 rows, scalings for both directions, and tiles.
-const SHARED_BYTES: u32 = 2 * (128 * 16 + 8) * 16 + 4 * (128 + 2) * 4 + 4 * 32;
-/// Thread blocks that a multiprocessor holds at a time, by shared memory and registers.
-const RESIDENT: u32 = 3;
+/// Threads of a block; `THREADS` of `kernels/shared_tile.cuh`.
+const THREADS: u32 = 128;
+/// Blocks of 16 columns of a thread block, with a columnwise copy and without; `LINE_BLOCKS` of the kernel.
+const LINE_BLOCKS: [usize; 2] = [4, 8];
 
 /// What is compiled for one copy.
 #[derive(Clone, Copy, Debug, Default)]
@@ -67,13 +65,9 @@ struct CopyArgument {
 }
 
 impl CopyArgument {
-    fn new(cuda: &Cuda, cast: &Option<Cast<'_, DeviceMemory>>) -> Result<Self, Error> {
+    fn new(cast: &Option<Cast<'_, DeviceMemory>>) -> Result<Self, Error> {
         let Some(cast) = cast else { return Ok(Self::zeroed()) };
         let kernel = "group_quantize";
-        if cast.layout == ScaleLayout::Swizzled128x4 {
-            // The kernel writes scales, and nothing of their padding.
-            cuda.clear(&cast.scales)?;
-        }
         let random = match cast.rounding {
             Rounding::Stochastic(random) => random,
             Rounding::Nearest => RandomStream { seed: 0, stream: 0 },
@@ -101,28 +95,28 @@ pub(crate) fn group_quantize(cuda: &Cuda, pass: GroupQuantize<'_, DeviceMemory>)
     if rowwise.is_none() && columnwise.is_none() {
         return Ok(());
     }
-    let (row, col) = (Copy::of(rowwise.as_ref()), Copy::of(columnwise.as_ref()));
-    let kernel = cuda.kernel(&variant(row, col, rht))?;
-    let (row, col) = (CopyArgument::new(cuda, &rowwise)?, CopyArgument::new(cuda, &columnwise)?);
     let x = aligned("group_quantize", "x", x.address(), 16)?;
+    let (row, col) = (CopyArgument::new(&rowwise)?, CopyArgument::new(&columnwise)?);
+    let line = LINE_BLOCKS[usize::from(columnwise.is_none())];
+    let lines = cols.div_ceil(BLOCK * line) as u32;
     let (cols, k) = (narrow("columns", cols)?, groups.extent().padded_rows as u64);
+    let kernel = cuda.kernel(&variant(Copy::of(rowwise.as_ref()), Copy::of(columnwise.as_ref()), rht))?;
+    for cast in [&rowwise, &columnwise].into_iter().flatten() {
+        if cast.layout == ScaleLayout::Swizzled128x4 {
+            // The kernel writes scales, and nothing of their padding.
+            cuda.clear(&cast.scales)?;
+        }
+    }
     let (groups_argument, mask) = (groups.argument(), rht.map_or(0, |mask| u32::from(mask.0)));
-    let patches = cols.div_ceil(BLOCK as u32 * PATCH_BLOCKS);
-    let count = 2u32;
     let arguments = Arguments::new()
         .with(&x)
         .with(&cols)
         .with(&k)
-        .with(&count)
         .with(&groups_argument)
         .with(&mask)
         .with(&row)
         .with(&col);
-    let mut blocks = groups.grid(patches);
-    let lots = (groups.extent().most_tiles() as u32).div_ceil(count);
-    blocks[1] = lots.min(65535);
-    blocks[2] = lots.div_ceil(65535);
-    let grid = Grid { shared: SHARED_BYTES, ..Grid::new(blocks, THREADS) };
+    let grid = Grid::new(groups.grid(lines), THREADS);
     // SAFETY: `check` compared lengths with shapes. The kernel reads rows of experts, and writes all rows and positions.
     cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })
 }

@@ -228,7 +228,8 @@ fn replays(experts: usize, rows: usize, cols: usize, launches: &[Launch]) -> Out
             };
             let expected = buffers.on_the_cpu(&x, &counted)?;
             buffers.fill(cuda, &x, splits)?;
-            called(graph.launch())?;
+            // SAFETY: the buffers of the capture are alive, and only this thread uses them.
+            called(unsafe { graph.launch() })?;
             told().in_case("graph")?;
             let launched = buffers.download(cuda)?;
             buffers.same(&expected, &launched).in_case("graph against CPU")?;
@@ -300,7 +301,8 @@ fn every_other_pass_in_a_capture() {
         // Once by itself, so that its kernels are loaded.
         pass()?;
         let graph = cuda.capture(pass).map_err(moe4_conformance::Failure::from).in_case(what)?;
-        called(graph.launch())?;
+        // SAFETY: the buffers of the capture are alive, and only this thread uses them.
+        called(unsafe { graph.launch() })?;
         Ok(cuda.synchronize()?)
     };
     let compared = || -> Outcome {
