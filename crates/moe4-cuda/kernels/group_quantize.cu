@@ -16,7 +16,9 @@
 #include "output.cuh"
 #include "shared_tile.cuh"
 
-constexpr u32 RESIDENT = 6;  // thread blocks of a multiprocessor
+// Thread blocks of a multiprocessor. More than these take registers that the inner loops need.
+constexpr bool RANDOM = ROW_STOCHASTIC || COL_STOCHASTIC, VALUES = ROW_UNPACKED || COL_UNPACKED;
+constexpr u32 RESIDENT = RANDOM && VALUES ? 4 : 6;
 // Rowwise alone, 128 columns are shared out among the threads, since rows are then read and written in longer pieces.
 constexpr u32 LINE_BLOCKS = COLUMNWISE ? COLUMN_BLOCKS : 8;
 constexpr u32 ROW_STEP = THREADS / LINE_BLOCKS;            // rows between two of a thread
