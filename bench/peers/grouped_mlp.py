@@ -176,20 +176,26 @@ def peers(shape, device):
     ]
 
 
-def self_check(device, compiles):
-    """BF16 against FP32 expert by expert; the emulation near it, but not on it."""
+def self_check(device, no_compiler):
+    """BF16 against FP32 expert by expert; the emulation near it, but not on it. Peers that fail, and why."""
     shape = common.SMALL
     torch.manual_seed(common.SEED)
     given = inputs(shape, device)
     loop = Products(shape.splits, None, "cpu")
     exact = bf16_step(shape, loop)(*(tensor.float() for tensor in given))
-    for peer, _, make in peers(shape, device):
-        if "compiled" in peer and not compiles:
-            continue
+
+    def check_peer(peer, make):
         for name, result, expected in zip(RESULTS, make()(*given), exact, strict=True):
             distance = relative(result, expected)
             low, high = (0.02, 0.35) if "NVFP4" in peer else (0.0, 0.02)
-            check(low <= distance <= high, f"{peer}: {name} is off by {distance:.3f}, expected {low} to {high}")
+            check(low <= distance <= high, f"{name} is off by {distance:.3f}, expected {low} to {high}")
+
+    def why_wrong(peer, make):
+        if "compiled" in peer and no_compiler:
+            return no_compiler
+        return common.why_wrong(lambda: check_peer(peer, make))
+
+    return {peer: why_wrong(peer, make) for peer, _, make in peers(shape, device)}
 
 
 def main():
@@ -197,8 +203,7 @@ def main():
     rows = [name for name in ("step_bf16", "step_nvfp4") if given.wants(name)]
     if not rows:
         return
-    no_compiler = common.why_not_compiled(given.device)
-    self_check(given.device, no_compiler is None)
+    wrong = self_check(given.device, common.why_not_compiled(given.device))
     for shape in given.shapes:
         if shape.activation not in ("swiglu", "srelu"):
             continue
@@ -206,8 +211,8 @@ def main():
         tensors = inputs(shape, given.device)
         for peer, compared, make in peers(shape, given.device):
             names = [name for name in compared if name in rows]
-            if names and "compiled" in peer and no_compiler:
-                common.tell(peer, names, shape, {"error": no_compiler})
+            if names and wrong[peer]:
+                common.tell(peer, names, shape, {"error": wrong[peer]})
             elif names:
                 step = make()
                 measure(peer, names, shape, lambda step=step, tensors=tensors: step(*tensors), given)

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod cuda;
 mod doctor;
 mod options;
 mod output;

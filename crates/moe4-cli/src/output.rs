@@ -2,12 +2,13 @@
 
 use std::io::{self, ErrorKind, Write};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use comfy_table::{Cell, CellAlignment, LineStyle, Table, TableStyle};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 /// Writes text to standard output. A reader that has gone away (`moe4 … | head`) is no failure.
 pub(crate) fn print(text: &str) -> Result<()> {
@@ -42,23 +43,32 @@ pub(crate) fn interrupt_flag() -> Result<Arc<AtomicBool>> {
     Ok(flag)
 }
 
-/// A progress bar that shows only on a terminal, over `length` bytes.
-pub(crate) fn byte_progress(length: u64) -> ProgressBar {
-    let style = ProgressStyle::with_template("{wide_bar} {bytes}/{total_bytes} {eta} {msg}");
-    let bar = ProgressBar::new(length);
-    match style {
+/// Bars that show at the same time have to know of each other.
+static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
+
+fn shown(bar: ProgressBar, template: &str) -> ProgressBar {
+    let bar = match ProgressStyle::with_template(template) {
         Ok(style) => bar.with_style(style),
         Err(_) => bar,
-    }
+    };
+    BARS.add(bar)
+}
+
+/// A progress bar that shows only on a terminal, over `length` bytes.
+pub(crate) fn byte_progress(length: u64) -> ProgressBar {
+    shown(ProgressBar::new(length), "{wide_bar} {bytes}/{total_bytes} {eta} {msg}")
 }
 
 /// A progress bar that shows only on a terminal, over `length` steps.
 pub(crate) fn step_progress(what: &'static str, length: u64) -> ProgressBar {
-    let bar = ProgressBar::new(length).with_message(what);
-    match ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len} {eta}") {
-        Ok(style) => bar.with_style(style),
-        Err(_) => bar,
-    }
+    shown(ProgressBar::new(length).with_message(what), "{msg} {wide_bar} {pos}/{len} {eta}")
+}
+
+/// A word about work of unknown length that shows only on a terminal, until it is finished.
+pub(crate) fn spinner(message: String) -> ProgressBar {
+    let bar = shown(ProgressBar::new_spinner().with_message(message), "{spinner} {wide_msg} {elapsed}");
+    bar.enable_steady_tick(Duration::from_millis(100));
+    bar
 }
 
 /// `[128, 64]`.

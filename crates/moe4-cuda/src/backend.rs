@@ -1,6 +1,6 @@
 //! [`Cuda`]: the backend, its memory, and its kernels, compiled when they are first needed.
 
-use crate::compile::{Cache, Compiler};
+use crate::compile::{Cache, Compiler, Watch};
 use crate::driver::{CallError, Device, DeviceBytes, Event, Graph, Kernel, Stream, Unavailable, fill, read};
 use crate::faults;
 use crate::groups::{DeviceGroups, GroupsExtent, host_arrays};
@@ -24,6 +24,8 @@ pub struct CudaOptions {
     pub cache: Option<PathBuf>,
     /// Folders that are searched for NVRTC before the usual places.
     pub nvrtc: Vec<PathBuf>,
+    /// Told of each compilation that the cache does not spare.
+    pub watch: Watch,
 }
 
 /// The passes on one NVIDIA GPU, in the order of one stream. They return when the work is enqueued.
@@ -51,7 +53,7 @@ impl Cuda {
 
     /// On a stream that the caller has; `options.ordinal` is not looked at.
     pub fn on_stream(stream: Stream, options: &CudaOptions) -> Result<Self, Unavailable> {
-        let compiler = Compiler::load_searching(&options.nvrtc)?;
+        let compiler = Compiler::load_searching(&options.nvrtc)?.with_watch(options.watch.clone());
         let cache = options.cache.clone().map_or_else(Cache::for_user, Cache::at);
         let none = [faults::NONE; faults::KINDS];
         let mut bytes =
@@ -70,6 +72,11 @@ impl Cuda {
     /// The GPU.
     pub fn device(&self) -> &Device {
         self.stream.device()
+    }
+
+    /// Where compiled kernels are kept.
+    pub fn cache(&self) -> &Cache {
+        &self.cache
     }
 
     /// The compiler of the kernels.

@@ -1,7 +1,6 @@
 //! What a benchmark needs of a backend beyond its passes: times, ceilings, memory, a name.
 //!
-//! The CPU's implementation is here. A GPU's takes times from events on its stream, and its ceilings from a copy and
-//! a matrix product on the device.
+//! The CPU's implementation is here, that of CUDA in `clock_cuda.rs`.
 
 use std::hint::black_box;
 use std::time::Instant;

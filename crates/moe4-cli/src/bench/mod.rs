@@ -5,13 +5,14 @@
 //! for each shape and case:  two runs, the same bytes?           wrong: the command fails, nothing is recorded
 //!                           one run under a ledger              bytes and operations, hence the floor
 //!                           timed runs
-//! for each shape:           the peers, on the same rows
+//! for each shape:           the peers, on the same rows    wrong: a line says so, the rest is recorded
 //! then:                     table, record
 //! ```
 
 mod case;
 mod check;
 mod clock;
+mod clock_cuda;
 mod inputs;
 mod measure;
 mod memory;
@@ -26,7 +27,7 @@ mod tensors;
 
 use std::path::PathBuf;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use moe4::kernels::cpu::Cpu;
 
@@ -35,7 +36,7 @@ use self::measure::Measurement;
 use self::peers::Peers;
 use self::record::Record;
 use self::shapes::{BackendArg, Shapes};
-use crate::output;
+use crate::{cuda, output};
 
 /// Arguments of `moe4 bench`.
 #[derive(Args)]
@@ -70,13 +71,8 @@ pub(crate) struct BenchArgs {
 pub(crate) fn run(args: BenchArgs) -> Result<()> {
     match args.backend {
         BackendArg::Cpu => run_on(&Cpu::new(), &args),
-        BackendArg::Cuda => cuda(&args),
+        BackendArg::Cuda => run_on(&cuda::open(0).context("--backend cuda")?, &args),
     }
-}
-
-/// The one place where the CUDA backend is to be opened.
-fn cuda(_args: &BenchArgs) -> Result<()> {
-    bail!("--backend cuda: this build has no CUDA backend yet; use --backend cpu")
 }
 
 fn run_on<B: Clock>(backend: &B, args: &BenchArgs) -> Result<()> {

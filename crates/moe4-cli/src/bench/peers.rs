@@ -32,6 +32,12 @@ pub(super) struct Peers {
     facts: Map<String, Value>,
 }
 
+/// A script that has ended: what it printed, and how it failed if it did.
+struct Finished {
+    stdout: String,
+    failure: Option<String>,
+}
+
 /// One line of a script.
 #[derive(Deserialize)]
 struct Line {
@@ -54,7 +60,10 @@ impl Peers {
             BackendArg::Cuda => "cuda",
         };
         let mut peers = Self { python: python.to_owned(), device, folder, facts: Map::new() };
-        let text = peers.run(COMMON, &[])?;
+        let Finished { stdout: text, failure } = peers.run(COMMON, &[])?;
+        if let Some(failure) = failure {
+            bail!("--peers: {failure}");
+        }
         peers.facts = serde_json::from_str(text.trim())
             .with_context(|| format!("--peers: {COMMON}: expected one JSON object, got '{}'", text.trim()))?;
         Ok(peers)
@@ -70,14 +79,17 @@ impl Peers {
         vec![("peers", facts.join(", "))]
     }
 
-    /// Adds the peers' times to rows of one shape. Returns what they could not do.
+    /// Adds the peers' times to rows of one shape. Returns what they could not do: a script that ends early, such as by its
+    /// self-check, costs its own rows only.
     pub(super) fn measure(&self, shape: &str, runs: usize, rows: &mut [Row]) -> Result<Vec<String>> {
         let runs = runs.to_string();
         let mut notes = vec![];
         for script in SCRIPTS {
             let mut arguments = vec!["--shape", shape, "--runs", &runs];
             arguments.extend(rows.iter().flat_map(|row| ["--row", row.name.as_str()]));
-            for line in self.run(script, &arguments)?.lines() {
+            let Finished { stdout, failure } = self.run(script, &arguments)?;
+            notes.extend(failure.map(|failure| format!("left out: peers on {shape}: {failure}")));
+            for line in stdout.lines() {
                 let parsed = serde_json::from_str(line)
                     .with_context(|| format!("--peers: {script}: expected a JSON line, got '{line}'"))?;
                 notes.extend(join(parsed, rows).with_context(|| format!("--peers: {script}"))?);
@@ -86,8 +98,7 @@ impl Peers {
         Ok(notes)
     }
 
-    /// Standard output of a script.
-    fn run(&self, script: &str, arguments: &[&str]) -> Result<String> {
+    fn run(&self, script: &str, arguments: &[&str]) -> Result<Finished> {
         let folder = self.folder.path();
         let output = Command::new(&self.python)
             .arg(folder.join(script))
@@ -97,12 +108,16 @@ impl Peers {
             .stdin(Stdio::null())
             .output()
             .with_context(|| format!("--peers: cannot start {}", self.python.display()))?;
-        if !output.status.success() {
+        let failure = (!output.status.success()).then(|| {
             let text = String::from_utf8_lossy(&output.stderr);
             let last = text.lines().map(str::trim).rfind(|line| !line.is_empty()).unwrap_or("no message");
-            bail!("--peers: {script} ended with {}: {last}", output.status);
-        }
-        String::from_utf8(output.stdout).with_context(|| format!("--peers: {script}: output is no text"))
+            format!("{script} ended with {}: {}", output.status, last.replace(char::is_control, " "))
+        });
+        let stdout = String::from_utf8(output.stdout);
+        Ok(Finished {
+            stdout: stdout.with_context(|| format!("--peers: {script}: output is no text"))?,
+            failure,
+        })
     }
 }
 

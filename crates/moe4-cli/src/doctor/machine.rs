@@ -1,8 +1,5 @@
 //! Facts about this machine, as the system tells them.
 
-use std::fs;
-use std::path::Path;
-
 use sysinfo::{CpuRefreshKind, MemoryRefreshKind, RefreshKind, System};
 
 const UNKNOWN: &str = "unknown";
@@ -77,31 +74,4 @@ fn extensions() -> String {
 #[cfg(not(target_arch = "x86_64"))]
 fn extensions() -> String {
     "those of the compiler's target".into()
-}
-
-/// NVIDIA GPUs as the driver lists them, and why none of them is used.
-pub(super) fn gpu() -> String {
-    let driver = Path::new("/proc/driver/nvidia");
-    if cfg!(not(target_os = "linux")) {
-        return "none: GPUs are looked for on Linux only".into();
-    }
-    if !driver.join("version").exists() {
-        let driver = "no NVIDIA driver is loaded (/proc/driver/nvidia/version does not exist)";
-        return format!("none: {driver}, and this build of moe4 has no CUDA kernels");
-    }
-    let models = gpu_models(&driver.join("gpus"));
-    let listed = if models.is_empty() { "no GPU listed by its driver".into() } else { models.join(", ") };
-    format!("none: {listed}, but this build of moe4 has no CUDA kernels")
-}
-
-fn gpu_models(folder: &Path) -> Vec<String> {
-    let Ok(entries) = fs::read_dir(folder) else { return vec![] };
-    let model = |text: String| {
-        text.lines().find_map(|line| line.strip_prefix("Model:").map(|model| model.trim().to_owned()))
-    };
-    entries
-        .flatten()
-        .filter_map(|e| fs::read_to_string(e.path().join("information")).ok())
-        .filter_map(model)
-        .collect()
 }

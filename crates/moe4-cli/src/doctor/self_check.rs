@@ -1,27 +1,28 @@
-//! A few seconds of comparing bytes: every instruction set against golden data that is part of this program, and
-//! against the scalar reference.
+//! A few seconds of comparing bytes: every instruction set and every GPU against golden data that is part of this program,
+//! and against the scalar reference.
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Error, Result, bail, ensure};
 use half::bf16;
-use moe4::kernels::contract::{
-    Cast, ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize, QuantizeWeights, WeightShape,
-};
+use moe4::kernels::Backend;
+use moe4::kernels::contract::WeightShape;
 use moe4::kernels::cpu::{Cpu, Isa};
 use moe4::kernels::reference::Reference;
-use moe4::kernels::{Backend, Host};
-use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::philox::philox4x32;
 use moe4::numerics::rounding::{RandomStream, Rounding};
-use moe4::tensor::{Groups, OperandShape, Quantized, ScaleLayout};
+use moe4::tensor::Groups;
 use safetensors::{Dtype, SafeTensors};
+
+use super::copies::{quantize, quantize_tiles};
+use super::gpus::{Gpu, in_a_line};
 
 /// Result for one set of kernels.
 pub(super) struct Outcome {
     pub(super) backend: String,
     pub(super) comparisons: usize,
     pub(super) time: Duration,
+    /// `WRONG` bytes, or a call that `FAILED`.
     pub(super) problem: Option<String>,
 }
 
@@ -35,21 +36,27 @@ const BLOCKS: [(&str, &[u8]); 4] = [
 const TILES: (&str, &[u8]) =
     ("tiles", include_bytes!("../../../moe4-conformance/golden/q2d__normal__e.safetensors"));
 
-/// The reference and every instruction set that this machine has.
-pub(super) fn run() -> Vec<Outcome> {
+/// The reference, every instruction set that this machine has, and every GPU that is used.
+pub(super) fn run(gpus: &[Gpu]) -> Vec<Outcome> {
     let mut all = vec![check("reference".into(), &Reference)];
     all.extend(Isa::available().into_iter().map(|isa| check(format!("cpu, {isa}"), &Cpu::with_isa(isa))));
+    let backends = gpus.iter().filter_map(|gpu| gpu.backend.as_ref());
+    all.extend(backends.map(|cuda| check(format!("cuda, GPU {}", cuda.device().facts().ordinal), cuda)));
     all
 }
 
-fn check<B: Backend<Memory = Host>>(backend: String, kernels: &B) -> Outcome {
+fn check<B: Backend>(backend: String, kernels: &B) -> Outcome {
     let start = Instant::now();
     let mut comparisons = 0;
-    let problem = compare_all(kernels, &mut comparisons).err().map(|error| format!("{error:#}"));
+    let told = |error: Error| match error.downcast_ref::<moe4::kernels::Error>() {
+        Some(failed) => format!("FAILED: {}", in_a_line(failed)),
+        None => format!("WRONG: {error:#}"),
+    };
+    let problem = compare_all(kernels, &mut comparisons).err().map(told);
     Outcome { backend, comparisons, time: start.elapsed(), problem }
 }
 
-fn compare_all<B: Backend<Memory = Host>>(kernels: &B, comparisons: &mut usize) -> Result<()> {
+fn compare_all<B: Backend>(kernels: &B, comparisons: &mut usize) -> Result<()> {
     let mut same = |what: &str, got: &[u8], expected: &[u8]| -> Result<()> {
         *comparisons += 1;
         match got.iter().zip(expected).position(|(a, b)| a != b) {
@@ -65,21 +72,20 @@ fn compare_all<B: Backend<Memory = Host>>(kernels: &B, comparisons: &mut usize) 
         for (copy, suffix) in [(row, ""), (column, "_col")] {
             let codes = golden.bytes(&format!("fp4{suffix}"), Dtype::U8)?;
             // The golden data drops the sign of zero, which the hardware and moe4 keep.
-            let unsigned: Vec<u8> =
-                copy.packed.codes.iter().map(|&byte| without_negative_zeros(byte)).collect();
+            let unsigned: Vec<u8> = copy.codes.iter().map(|&byte| without_negative_zeros(byte)).collect();
             let expected: Vec<u8> = codes.iter().map(|&byte| without_negative_zeros(byte)).collect();
             same(&format!("golden {name}: codes{suffix}"), &unsigned, &expected)?;
             let scales = golden.bytes(&format!("scale{suffix}"), Dtype::U8)?;
-            same(&format!("golden {name}: scales{suffix}"), &copy.packed.scales, scales)?;
+            same(&format!("golden {name}: scales{suffix}"), &copy.scales, scales)?;
             let amax = golden.bytes(&format!("amax{suffix}"), Dtype::F32)?;
-            same(&format!("golden {name}: amax{suffix}"), &copy.packed.amax[0].to_le_bytes(), amax)?;
+            same(&format!("golden {name}: amax{suffix}"), &copy.amax[0].to_le_bytes(), amax)?;
         }
     }
     let golden = Golden::new(TILES.1)?;
     let (w, [n, k]) = golden.x()?;
     let tiles = quantize_tiles(kernels, &w, WeightShape { n, k })?;
-    same("golden tiles: codes", &tiles.packed.codes, golden.bytes("fp4", Dtype::U8)?)?;
-    same("golden tiles: scales", &tiles.packed.scales, golden.bytes("scale", Dtype::U8)?)?;
+    same("golden tiles: codes", &tiles.codes, golden.bytes("fp4", Dtype::U8)?)?;
+    same("golden tiles: scales", &tiles.scales, golden.bytes("scale", Dtype::U8)?)?;
 
     // Ragged and empty experts, stochastic rounding: what the golden files do not hold, against the reference.
     let groups = Groups::new(&[37, 0, 1, 64, 15], 120)?;
@@ -91,8 +97,8 @@ fn compare_all<B: Backend<Memory = Host>>(kernels: &B, comparisons: &mut usize) 
     let ours = quantize(kernels, &x, &groups, cols, [random(0), random(1)])?;
     let oracle = quantize(&Reference, &x, &groups, cols, [random(0), random(1)])?;
     for (ours, oracle) in ours.iter().zip(&oracle) {
-        same("stochastic: codes", &ours.packed.codes, &oracle.packed.codes)?;
-        same("stochastic: scales", &ours.packed.scales, &oracle.packed.scales)?;
+        same("stochastic: codes", &ours.codes, &oracle.codes)?;
+        same("stochastic: scales", &ours.scales, &oracle.scales)?;
     }
     Ok(())
 }
@@ -100,63 +106,6 @@ fn compare_all<B: Backend<Memory = Host>>(kernels: &B, comparisons: &mut usize) 
 fn without_negative_zeros(byte: u8) -> u8 {
     let clear = |nibble: u8| if nibble == 8 { 0 } else { nibble };
     clear(byte & 15) | clear(byte >> 4) << 4
-}
-
-/// The rowwise and the transformed columnwise copy of `x`, with amaxes of their own pass.
-fn quantize<B: Backend<Memory = Host>>(
-    kernels: &B,
-    x: &[bf16],
-    groups: &Groups,
-    cols: usize,
-    [row_rounding, column_rounding]: [Rounding; 2],
-) -> Result<[Quantized; 2]> {
-    let mut row = Quantized::zeros(OperandShape::rowwise(groups, cols), groups.experts());
-    let mut column = Quantized::zeros(OperandShape::columnwise(groups, cols), groups.experts());
-    let mask = SignMask::DEFAULT;
-    let (amax, amax_rht) = (&mut row.packed.amax[..], &mut column.packed.amax[..]);
-    kernels.group_amax(GroupAmax { x, cols, groups, amax })?;
-    let alone = row.packed.amax.clone();
-    let amax = &mut row.packed.amax[..];
-    kernels.group_hadamard_amax(GroupHadamardAmax { x, cols, groups, sign_mask: mask, amax, amax_rht })?;
-    ensure!(alone == row.packed.amax, "two passes disagree about an amax");
-    kernels.group_quantize(GroupQuantize {
-        x,
-        cols,
-        groups,
-        rowwise: Some(cast(&mut row, row_rounding)),
-        columnwise: Some(ColumnwiseCast { rht: Some(mask), cast: cast(&mut column, column_rounding) }),
-    })?;
-    Ok([row, column])
-}
-
-fn cast(copy: &mut Quantized, rounding: Rounding) -> Cast<'_, Host> {
-    let packed = &mut copy.packed;
-    Cast {
-        amax: &packed.amax,
-        rounding,
-        layout: ScaleLayout::Plain,
-        codes: &mut packed.codes,
-        scales: &mut packed.scales,
-        unpacked: None,
-    }
-}
-
-fn quantize_tiles<B: Backend<Memory = Host>>(
-    kernels: &B,
-    w: &[bf16],
-    shape: WeightShape,
-) -> Result<Quantized> {
-    let mut tiles = Quantized::zeros(OperandShape { rows: shape.n, k: shape.k }, 1);
-    let packed = &mut tiles.packed;
-    kernels.quantize_weights(QuantizeWeights {
-        w: vec![w],
-        shape,
-        codes: &mut packed.codes,
-        scales: &mut packed.scales,
-        unpacked: None,
-        amax: &mut packed.amax,
-    })?;
-    Ok(tiles)
 }
 
 /// One golden file.

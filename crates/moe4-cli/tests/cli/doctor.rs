@@ -15,3 +15,19 @@ fn tells_what_runs_and_checks_its_bytes() {
         run.stdout
     );
 }
+
+/// With a GPU it is checked as well; without, the reason is there and nothing fails.
+#[test]
+fn tells_of_each_gpu_or_why_cuda_is_off() {
+    let text = Workspace::new().moe4(&["doctor"]).succeeds().stdout;
+    let lines: Vec<_> = text.lines().filter(|line| line.trim().starts_with("cuda backend")).collect();
+    assert!(!lines.is_empty(), "{text}");
+    for line in lines {
+        let found = line.contains(" GPU ") && line.contains("multiprocessors");
+        assert!(found || line.contains("off: "), "{line}");
+        if found && !line.contains("off: ") {
+            assert!(text.contains("NVRTC") && text.contains("compiled kernels in"), "{text}");
+            assert!(text.lines().any(|line| line.contains("cuda, GPU") && line.contains(" ok (")), "{text}");
+        }
+    }
+}

@@ -2,15 +2,16 @@
 //!
 //! From compute capability 9.0 on, the instructions that these kernels are for (FP4 conversions, block-scaled matrix
 //! products) exist only in the architecture-specific target, whose name ends in `a` and whose code runs on exactly
-//! that capability. So 10.3 gets code of its own: a cubin for sm_100a does not load there.
+//! that capability. So 10.3 gets code of its own: a cubin for sm_100a does not load there. The FP4 conversions do not
+//! compile for sm_110 and sm_121, but for sm_110a and sm_121a.
 #![forbid(unsafe_code)]
 
 use std::fmt;
 
 /// The oldest capability that kernels are compiled for: the first with BF16 arithmetic.
 const OLDEST: u32 = 8;
-/// Capabilities whose target is architecture specific.
-const SPECIFIC: &[u32] = &[90, 100, 103, 120];
+/// The oldest capability whose target is architecture specific.
+const SPECIFIC: u32 = 90;
 
 /// A compute capability that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -63,7 +64,7 @@ impl Arch {
 impl fmt::Display for Arch {
     /// As the compiler names it: `sm_80`, `sm_90a`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let suffix = if SPECIFIC.contains(&self.number()) { "a" } else { "" };
+        let suffix = if self.number() >= SPECIFIC { "a" } else { "" };
         write!(f, "sm_{}{suffix}", self.number())
     }
 }
@@ -80,9 +81,9 @@ mod tests {
         assert_eq!(name(9, 0), "sm_90a");
         assert_eq!(name(10, 0), "sm_100a");
         assert_eq!(name(10, 3), "sm_103a");
-        assert_eq!(name(11, 0), "sm_110");
+        assert_eq!(name(11, 0), "sm_110a");
         assert_eq!(name(12, 0), "sm_120a");
-        assert_eq!(name(12, 1), "sm_121");
+        assert_eq!(name(12, 1), "sm_121a");
     }
 
     #[test]

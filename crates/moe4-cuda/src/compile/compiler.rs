@@ -10,6 +10,7 @@ use super::jobs::{Job, Progress, compile_jobs};
 use super::key::{Inputs, Key};
 use super::library::{self, Library, Place, Version};
 use super::raw::Input;
+use super::watch::{Watch, watched};
 use super::{Arch, Cache};
 use crate::sources::{HEADERS, SOURCES};
 use crate::variant::Variant;
@@ -53,6 +54,7 @@ pub struct Compiled {
 pub struct Compiler {
     library: Library,
     sources: Sources,
+    watch: Watch,
 }
 
 impl fmt::Debug for Compiler {
@@ -91,13 +93,19 @@ impl Compiler {
     }
 
     fn from_places(places: &[Place]) -> Result<Self, LoadError> {
-        Ok(Self { library: library::find(places)?, sources: Sources::EMBEDDED })
+        Ok(Self { library: library::find(places)?, sources: Sources::EMBEDDED, watch: Watch::default() })
     }
 
     /// The same compiler with other sources.
     #[must_use]
     pub fn with_sources(self, sources: Sources) -> Self {
         Self { sources, ..self }
+    }
+
+    /// The same compiler, whose compilations through a cache are told to `watch`.
+    #[must_use]
+    pub fn with_watch(self, watch: Watch) -> Self {
+        Self { watch, ..self }
     }
 
     /// Version of NVRTC.
@@ -169,7 +177,7 @@ impl Compiler {
         arch: Arch,
     ) -> Result<Vec<u8>, CompileError> {
         cache.get_or_compile(&self.key(variant, arch)?, || {
-            let compiled = self.compile(variant, arch)?;
+            let compiled = watched(&self.watch, variant, arch, || self.compile(variant, arch))?;
             if !compiled.log.trim().is_empty() {
                 log::warn!("{variant} for {arch}:\n{}", compiled.log.trim_end());
             }

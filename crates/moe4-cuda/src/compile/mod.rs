@@ -6,6 +6,7 @@
 //! | [`Compiler`] | NVRTC, found and asked once; source text to cubin |
 //! | [`Cache`] | cubins on disk, by a hash of everything that they depend on |
 //! | [`compile_jobs`] | many compilations on a few threads, with progress |
+//! | [`Watch`] | told when a kernel is compiled that the cache did not have |
 //!
 //! A GPU loads what [`Compiler::load_all`] returns:
 //!
@@ -26,6 +27,7 @@ mod jobs;
 mod key;
 mod library;
 mod raw;
+mod watch;
 
 pub use arch::{Arch, ArchError};
 pub use cache::Cache;
@@ -34,3 +36,4 @@ pub use error::{Attempt, CompileError, LoadError};
 pub use jobs::{Job, Progress, compile_jobs, log_progress};
 pub use key::Key;
 pub use library::Version;
+pub use watch::{Compiling, Watch};

@@ -93,10 +93,10 @@ impl Device {
         &self.facts
     }
 
-    /// Bytes of device memory that are free now.
+    /// Bytes of device memory that are free now, with those that were freed and kept for the next allocation.
     pub fn free_memory(&self) -> Result<usize, CallError> {
         self.bind()?;
-        Ok(raw::memory_info()?.0)
+        Ok(raw::memory_info()?.0 + raw::kept_memory(self.device)? as usize)
     }
 
     /// Makes its context that of this thread; every call of the driver below comes after this.

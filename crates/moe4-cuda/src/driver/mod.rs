@@ -1,6 +1,6 @@
 //! The driver floor: devices, streams, memory, modules, events and graphs of CUDA, each call checked.
 //!
-//! [`raw`] holds every call of the driver with its status turned into a [`CallError`]; the types around it own what
+//! `raw` holds every call of the driver with its status turned into a [`CallError`]; the types around it own what
 //! they create and release it when dropped. A machine without a driver or a usable GPU gets an [`Unavailable`] that
 //! says which of the two, and nothing else is called.
 

@@ -118,6 +118,18 @@ pub(super) fn set_current(context: CUcontext) -> Checked {
     calling!(cuCtxSetCurrent(context))
 }
 
+/// Bytes that the pool of the device keeps and nobody uses.
+pub(super) fn kept_memory(device: CUdevice) -> Checked<u64> {
+    let pool = returning!(cuDeviceGetDefaultMemPool(device));
+    let bytes = |attribute| {
+        let mut bytes = 0_u64;
+        calling!(cuMemPoolGetAttribute(pool, attribute, (&mut bytes as *mut u64).cast()))?;
+        Ok(bytes)
+    };
+    let reserved = bytes(sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?;
+    Ok(reserved.saturating_sub(bytes(sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?))
+}
+
 /// Freed memory stays with the pool of the device instead of going back to the driver at each synchronization.
 pub(super) fn keep_freed_memory(device: CUdevice) -> Checked {
     let pool = returning!(cuDeviceGetDefaultMemPool(device));
