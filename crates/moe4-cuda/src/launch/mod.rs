@@ -61,10 +61,12 @@ fn blocks(work: usize, each: usize, most: u32) -> u32 {
     work.div_ceil(each).min(most as usize) as u32
 }
 
+/// The compile-time choice that stands for a sign mask given at launch; `kernels/numerics.cuh`.
+pub(crate) const MASK_AT_LAUNCH: u32 = 0x10000;
+
 /// The sign mask as a kernel's compile-time choice. The usual ones are worth a variant of their own; all others share
 /// one that gets the mask at launch.
 fn mask_choice(mask: SignMask) -> u32 {
-    const MASK_AT_LAUNCH: u32 = 0x10000;
     if [SignMask::DEFAULT, SignMask::NONE].contains(&mask) { u32::from(mask.0) } else { MASK_AT_LAUNCH }
 }
 
