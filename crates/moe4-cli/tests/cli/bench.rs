@@ -213,6 +213,7 @@ mod peers {
         let peer = &record["rows"][0]["peers"][0];
         assert_eq!((&peer["peer"], &peer["peer_ms"]), (&"slow".into(), &1e9.into()));
         assert!(peer["ratio"].as_f64().is_some_and(|ratio| ratio < 1.0), "{peer}");
+        assert_eq!(record["rows"][0]["peer"], "slow", "the fastest one stands in the row: {record}");
         assert!(record["rows"][1].get("peers").is_none(), "{record}");
         assert!(
             record["machine"]["peers"].as_str().is_some_and(|facts| facts.contains("torch 0.0")),

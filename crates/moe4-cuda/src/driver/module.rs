@@ -67,10 +67,12 @@ impl Kernel {
         if grid.blocks.contains(&0) {
             return Ok(());
         }
-        let mut pointers = arguments.pointers;
+        let Arguments { mut pointers, shape: (names, sizes), .. } = arguments;
         // SAFETY: as required.
-        unsafe { raw::launch(self.function.0, grid, stream.bound()?, &mut pointers) }.map_err(|e| {
-            e.of(format!("{} on {:?} blocks of {} threads", self.name, grid.blocks, grid.threads))
+        let launched = unsafe { raw::launch(self.function.0, grid, stream.bound()?, &mut pointers) };
+        launched.map_err(|e| {
+            let Grid { blocks, threads, .. } = grid;
+            e.of(format!("{} for {names} {sizes:?}, on {blocks:?} blocks of {threads} threads", self.name))
         })
     }
 }
@@ -84,16 +86,17 @@ impl Drop for Kernel {
     }
 }
 
-/// Arguments of a launch, in order.
-#[derive(Default)]
+/// Arguments of a launch, in order, and the shape that they are of, for messages.
 pub(crate) struct Arguments<'a> {
     pointers: Vec<*mut c_void>,
+    shape: (&'static str, [usize; 3]),
     borrowed: std::marker::PhantomData<&'a ()>,
 }
 
 impl<'a> Arguments<'a> {
-    pub(crate) fn new() -> Self {
-        Self::default()
+    /// Of a shape such as `[T, cols, E]` and its sizes.
+    pub(crate) fn of(names: &'static str, sizes: [usize; 3]) -> Self {
+        Self { pointers: Vec::new(), shape: (names, sizes), borrowed: std::marker::PhantomData }
     }
 
     /// The next argument: a number, an address, or a structure of the same layout as the kernel's.

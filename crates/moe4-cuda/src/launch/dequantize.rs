@@ -29,14 +29,15 @@ pub(crate) fn dequantize(cuda: &Cuda, pass: Dequantize<'_, DeviceMemory>) -> Res
     let (scales, k, groups_argument) =
         (scales.address(), groups.extent().padded_rows as u64, groups.argument());
     let cols = narrow("columns", cols)?;
-    let arguments = Arguments::new()
-        .with(&codes)
-        .with(&scales)
-        .with(&amax)
-        .with(&cols)
-        .with(&k)
-        .with(&groups_argument)
-        .with(&out);
+    let arguments =
+        Arguments::of("[T, cols, E]", [groups.extent().rows, cols as usize, groups.extent().experts])
+            .with(&codes)
+            .with(&scales)
+            .with(&amax)
+            .with(&cols)
+            .with(&k)
+            .with(&groups_argument)
+            .with(&out);
     let grid = Grid::new(groups.grid(shares), THREADS);
     // SAFETY: `check` compared lengths with shapes.
     cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })

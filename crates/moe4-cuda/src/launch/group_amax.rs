@@ -20,7 +20,12 @@ pub(crate) fn group_amax(cuda: &Cuda, pass: GroupAmax<'_, DeviceMemory>) -> Resu
     cuda.clear(&amax)?;
     let kernel = cuda.kernel(&plain(name))?;
     let (cols, groups_argument) = (cols as u64, groups.argument());
-    let arguments = Arguments::new().with(&x).with(&cols).with(&groups_argument).with(&amax_address);
+    let arguments =
+        Arguments::of("[T, cols, E]", [groups.extent().rows, cols as usize, groups.extent().experts])
+            .with(&x)
+            .with(&cols)
+            .with(&groups_argument)
+            .with(&amax_address);
     let grid = Grid::new(groups.grid(blocks(TILE_ROWS * cols as usize, CHUNK, 65535)), THREADS);
     // SAFETY: `check` compared lengths with shapes; the kernel reads rows of experts only.
     cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })

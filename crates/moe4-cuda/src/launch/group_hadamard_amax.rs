@@ -36,13 +36,14 @@ pub(crate) fn group_hadamard_amax(
     let vectors = TILE_ROWS / BLOCK * (cols / vector);
     let (cols, groups_argument) = (cols as u64, groups.argument());
     let mask = u32::from(sign_mask.0);
-    let arguments = Arguments::new()
-        .with(&x_address)
-        .with(&cols)
-        .with(&groups_argument)
-        .with(&mask)
-        .with(&before)
-        .with(&after);
+    let arguments =
+        Arguments::of("[T, cols, E]", [groups.extent().rows, cols as usize, groups.extent().experts])
+            .with(&x_address)
+            .with(&cols)
+            .with(&groups_argument)
+            .with(&mask)
+            .with(&before)
+            .with(&after);
     let grid = Grid::new(groups.grid(blocks(vectors, VECTORS, u32::MAX)), THREADS);
     // SAFETY: `check` compared lengths with shapes; the kernel reads rows of experts only.
     cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })

@@ -31,7 +31,7 @@ pub(crate) fn group_offsets(
     let (experts, most_tiles) = (extent.experts as u32, extent.most_tiles() as u32);
     let faults = cuda.faults_address();
     let (rows, padded_rows) = (extent.rows as u64, extent.padded_rows as u64);
-    let arguments = Arguments::new()
+    let arguments = Arguments::of("[T, Tp, E]", [extent.rows, extent.padded_rows, extent.experts])
         .with(&splits)
         .with(&experts)
         .with(&rows)

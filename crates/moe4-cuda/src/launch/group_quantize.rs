@@ -108,14 +108,15 @@ pub(crate) fn group_quantize(cuda: &Cuda, pass: GroupQuantize<'_, DeviceMemory>)
         }
     }
     let (groups_argument, mask) = (groups.argument(), rht.map_or(0, |mask| u32::from(mask.0)));
-    let arguments = Arguments::new()
-        .with(&x)
-        .with(&cols)
-        .with(&k)
-        .with(&groups_argument)
-        .with(&mask)
-        .with(&row)
-        .with(&col);
+    let arguments =
+        Arguments::of("[T, cols, E]", [groups.extent().rows, cols as usize, groups.extent().experts])
+            .with(&x)
+            .with(&cols)
+            .with(&k)
+            .with(&groups_argument)
+            .with(&mask)
+            .with(&row)
+            .with(&col);
     let grid = Grid::new(groups.grid(lines), THREADS);
     // SAFETY: `check` compared lengths with shapes. The kernel reads rows of experts, and writes all rows and positions.
     cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })

@@ -29,7 +29,7 @@ pub(crate) fn permute(cuda: &Cuda, pass: Permute<'_, DeviceMemory>) -> Result<()
     let out = aligned("permute", "out", out.address(), 2)?;
     let source = aligned("permute", "source", source.address(), 4)?;
     let faults = cuda.faults_address();
-    let arguments = Arguments::new()
+    let arguments = Arguments::of("[rows, cols, slots]", [rows as usize, cols, slots as usize])
         .with(&x)
         .with(&rows)
         .with(&words)

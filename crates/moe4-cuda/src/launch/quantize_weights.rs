@@ -6,8 +6,8 @@ use crate::driver::{Arguments, Grid};
 use crate::memory::{DeviceMemory, DeviceView};
 use crate::variant::Variant;
 use half::bf16;
-use moe4::kernels::Error;
 use moe4::kernels::contract::{QuantizeWeights, WeightShape};
+use moe4::kernels::{Error, Misuse};
 use moe4::numerics::BLOCK;
 use std::ops::Range;
 
@@ -15,8 +15,8 @@ use std::ops::Range;
 const CHUNK: usize = 8 * 8 * THREADS as usize;
 /// Tiles of a thread block side by side; `TILES` of the kernel.
 const TILES: usize = 32;
-/// Thread blocks in the third dimension of a grid.
-const MOST_EXPERTS: usize = 65535;
+/// Thread blocks in the second and the third dimension of a grid.
+const MOST_BLOCKS: usize = 65535;
 
 pub(crate) fn variant(unpacked: bool) -> Variant {
     Variant { kernel: "quantize_weights", defines: vec![("UNPACKED", u32::from(unpacked))] }
@@ -33,6 +33,11 @@ pub(crate) fn quantize_weights(cuda: &Cuda, pass: QuantizeWeights<'_, DeviceMemo
         Some(values) => aligned(name, "unpacked", values.address(), 16)?,
         None => 0,
     };
+    // Bands of 16 rows are the second dimension of a grid.
+    if n / BLOCK > MOST_BLOCKS {
+        let expected = "at most 1048560";
+        return Err(Misuse::Value { what: "rows of a weight".into(), expected, got: n.to_string() }.into());
+    }
     cuda.clear(&amax)?;
     let amax_kernel = cuda.kernel(&plain("weights_amax"))?;
     let kernel = cuda.kernel(&variant(unpacked.is_some()))?;
@@ -48,12 +53,21 @@ pub(crate) fn quantize_weights(cuda: &Cuda, pass: QuantizeWeights<'_, DeviceMemo
             unpacked: if values == 0 { 0 } else { values + first * count * 2 },
         };
         let together = experts.len() as u32;
-        let arguments = Arguments::new().with(&base).with(&stride).with(&count).with(&amax);
+        let arguments = Arguments::of("[E, n, k]", [together as usize, n, k])
+            .with(&base)
+            .with(&stride)
+            .with(&count)
+            .with(&amax);
         let grid = Grid::new([blocks(n * k, CHUNK, 512), together, 1], THREADS);
         // SAFETY: `check` compared lengths with shapes, and the run's weights lie `stride` elements apart.
         cuda.on(unsafe { amax_kernel.launch(cuda.stream(), grid, arguments) })?;
-        let arguments =
-            Arguments::new().with(&base).with(&stride).with(&rows).with(&cols).with(&amax).with(&out);
+        let arguments = Arguments::of("[E, n, k]", [together as usize, n, k])
+            .with(&base)
+            .with(&stride)
+            .with(&rows)
+            .with(&cols)
+            .with(&amax)
+            .with(&out);
         let grid = Grid::new([(k / BLOCK).div_ceil(TILES) as u32, (n / BLOCK) as u32, together], THREADS);
         // SAFETY: as above; outputs begin at the run's first expert.
         cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })?;
@@ -76,7 +90,7 @@ fn runs(w: &[DeviceView<'_, bf16>]) -> Vec<Strided> {
     while start < w.len() {
         let mut end = start + 1;
         let stride = if end < w.len() { distance(start) } else { None };
-        while stride.is_some() && end < w.len() && end - start < MOST_EXPERTS && distance(end - 1) == stride {
+        while stride.is_some() && end < w.len() && end - start < MOST_BLOCKS && distance(end - 1) == stride {
             end += 1;
         }
         runs.push(Strided { experts: start..end, stride: stride.unwrap_or(0) / size_of::<bf16>() as u64 });

@@ -25,7 +25,7 @@ pub(crate) fn unpermute(cuda: &Cuda, pass: Unpermute<'_, DeviceMemory>) -> Resul
     // An address of 0 stands for weights of 1.
     let weights = aligned(name, "weights", weights.map_or(0, |w| w.address()), 4)?;
     let (cols, top_k, faults) = (cols as u64, narrow("top_k", top_k)?, cuda.faults_address());
-    let arguments = Arguments::new()
+    let arguments = Arguments::of("[rows, cols, tokens]", [rows as usize, cols as usize, tokens as usize])
         .with(&y)
         .with(&rows)
         .with(&cols)
