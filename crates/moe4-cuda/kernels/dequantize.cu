@@ -14,13 +14,14 @@ constexpr u32 THREADS = 256;
 DEVICE float e2m1_to_float(u32 code) {
     // The magnitudes' BF16 bits, bytes picked by a selector.
     const u32 m = code & 7;
-    const u32 bits = permute_bytes(0x3F3F3F00u, 0x40404040u, m) << 24 | (permute_bytes(0xC0800000u, 0xC0804000u, m) & 0xFF) << 16;
+    const u32 bits =
+        permute_bytes(0x3F3F3F00u, 0x40404040u, m) << 24 | (permute_bytes(0xC0800000u, 0xC0804000u, m) & 0xFF) << 16;
     return __uint_as_float(bits | (code & 8) << 28);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-dequantize(const uint2* __restrict__ codes, const u8* __restrict__ scales, const float* __restrict__ amax, u32 cols, u64 k,
-           const Groups groups, float* __restrict__ out) {
+    dequantize(const uint2* __restrict__ codes, const u8* __restrict__ scales, const float* __restrict__ amax, u32 cols,
+               u64 k, const Groups groups, float* __restrict__ out) {
     const Tile tile = load_tile(groups, block_in_grid());
     if (tile.expert == NO_TILE) return;
     const u64 blocks = COLUMNWISE ? k / BLOCK : cols / BLOCK;

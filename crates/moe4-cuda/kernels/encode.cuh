@@ -5,13 +5,14 @@
 //
 //   nearest     E2M1's codes are linear in v on [0, 2], [2, 4] and [4, 6], each time half as steep, so that
 //                   code = round(min(2v, v + 2, v/2 + 4))
-//               Each line is added to 1.5 * 2^23 by one operation that rounds to nearest even at the units; the smallest
-//               is taken afterwards, since rounding keeps the order. Lines meet at even codes, so ties fall as E2M1 wants
-//               them. Up to v < 7 there is no need to saturate; see `Scaling::common`.
+//               Each line is added to 1.5 * 2^23 by one operation that rounds to nearest even at the units; the
+//               smallest is taken afterwards, since rounding keeps the order. Lines meet at even codes, so ties fall as
+//               E2M1 wants them. Up to v < 7 there is no need to saturate; see `is_usual`.
 //   stochastic  t = |v| + r/256 * step, then down to the grid. `step` is half the power of two below |v|, at least 1/2.
-//               Above 1 that is an addition to the bits of v, which carries into the exponent as it should; below 1 it is
-//               one in FP32; each is the larger one where it is meant. E2M1's subnormals line up with those of FP32 after
-//               a multiplication by a power of two: the code is then the exponent and the first bit of the mantissa.
+//               Above 1 that is an addition to the bits of v, which carries into the exponent as it should; below 1 it
+//               is one in FP32; each is the larger one where it is meant. E2M1's subnormals line up with those of FP32
+//               after a multiplication by a power of two: the code is then the exponent and the first bit of the
+//               mantissa.
 #pragma once
 #include "numerics.cuh"
 
@@ -74,10 +75,10 @@ struct Block {
     }
 };
 
-// What the blocks of one expert's operand share: the factor of a block's amax, and for each scale byte what its elements
-// are multiplied by. After a transform both are a quarter of that and the elements are left four times as large: exact,
-// unless an element that counts is subnormal when divided by four, which only an amax below 2^-80 allows. Stochastic rounding
-// wants 2^-8 of the multiplier, which is exact unless the amax is above 2^100.
+// What the blocks of one expert's operand share: the factor of a block's amax, and for each scale byte what its
+// elements are multiplied by. After a transform both are a quarter of that and the elements are left four times as
+// large: exact, unless an element that counts is subnormal when divided by four, which only an amax below 2^-80 allows.
+// Stochastic rounding wants 2^-8 of the multiplier, which is exact unless the amax is above 2^100.
 struct Scaling {
     float multipliers[128];
     float block;  // NaN if no block may take the short way
@@ -138,15 +139,16 @@ DEVICE u32 nearest_codes(const float (&x)[8], float m) {
     u32 pair[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const float even = SATURATE ? fminf(v[2 * i], 6.0f) : v[2 * i], odd = SATURATE ? fminf(v[2 * i + 1], 6.0f) : v[2 * i + 1];
+        const float even = SATURATE ? fminf(v[2 * i], 6.0f) : v[2 * i],
+                    odd = SATURATE ? fminf(v[2 * i + 1], 6.0f) : v[2 * i + 1];
         pair[i] = nearest_code(even) + (nearest_code(odd) << 4);
     }
     return permute_bytes(permute_bytes(pair[0], pair[1], 0x0040), permute_bytes(pair[2], pair[3], 0x0040), 0x5410);
 #endif
 }
 
-// Likewise, rounded at random: a byte for each element, that of element 0 lowest. Without saturation, `m` is 2^-8 of what
-// the elements are multiplied by.
+// Likewise, rounded at random: a byte for each element, that of element 0 lowest. Without saturation, `m` is 2^-8 of
+// what the elements are multiplied by.
 template <bool SATURATE>
 DEVICE u32 stochastic_codes(const float (&x)[8], float m, u32 random_low, u32 random_high) {
     u32 z[8];
@@ -160,7 +162,8 @@ DEVICE u32 stochastic_codes(const float (&x)[8], float m, u32 random_low, u32 ra
         const u32 above_one = __float_as_uint(a) + (r << 6);
         z[k] = __float_as_uint(__fmul_rz(__uint_as_float(max(below_one, above_one)), 0x1p-118f));
     }
-    // Codes lie in bits 22..24; the upper halves of elements k and k + 4 share a word. What is above 6 reaches 8 at most.
+    // Codes lie in bits 22..24; the upper halves of elements k and k + 4 share a word. What is above 6 reaches 8 at
+    // most.
     u32 pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) pairs[i] = __vminu2(permute_bytes(z[i], z[i + 4], 0x7632), 0x01FF01FFu);
@@ -175,7 +178,8 @@ DEVICE Codes encode_nearest(const Block<Eight>& block, float m) {
     float low[8], high[8];
     Eight::unpack(block.low_magnitudes, low);
     Eight::unpack(block.high_magnitudes, high);
-    return {block.low.with_signs(nearest_codes<SATURATE>(low, m)), block.high.with_signs(nearest_codes<SATURATE>(high, m))};
+    return {block.low.with_signs(nearest_codes<SATURATE>(low, m)),
+            block.high.with_signs(nearest_codes<SATURATE>(high, m))};
 }
 
 // `position` is where the block's random bytes are found.
@@ -198,8 +202,8 @@ struct Quantized {
 
 // Any block. `factor` undoes that of the scaling; `position` is where the random bytes are found.
 template <bool STOCHASTIC, class Eight>
-DEVICE Quantized quantize_any(const Block<Eight>& block, const Scaling& scaling, float factor, const RandomStream& random,
-                              u64 position) {
+DEVICE Quantized quantize_any(const Block<Eight>& block, const Scaling& scaling, float factor,
+                              const RandomStream& random, u64 position) {
     const u32 amax = block.amax_bits();
     if (amax >= 0x7F800000u) return {{0, 0}, E4M3_NAN};
     const u32 scale = float_to_e4m3(__fmul_rn(__uint_as_float(amax), __fmul_rn(scaling.exact_block, factor)));
@@ -210,11 +214,11 @@ DEVICE Quantized quantize_any(const Block<Eight>& block, const Scaling& scaling,
         return {encode_nearest<true>(block, m), scale};
 }
 
-// One block by the short way; what comes out is meaningless if that is not `usual`. No branch: so the work of one block hides
-// the latencies of another.
+// One block by the short way; what comes out is meaningless if that is not `usual`. No branch: so the work of one block
+// hides the latencies of another.
 template <bool STOCHASTIC, class Eight>
-DEVICE Quantized quantize_usual(const Block<Eight>& block, const Scaling& scaling, const RandomStream& random, u64 position,
-                                bool& usual) {
+DEVICE Quantized quantize_usual(const Block<Eight>& block, const Scaling& scaling, const RandomStream& random,
+                                u64 position, bool& usual) {
     const float relative = __fmul_rn(__uint_as_float(block.amax_bits()), scaling.block);
     usual = is_usual(relative);
     const u32 scale = float_to_e4m3(relative);

@@ -1,8 +1,8 @@
 // Per-expert max of finite absolute values of [T, cols] BF16.
 //
-// The rows of a tile are one run of memory, which `gridDim.x` thread blocks share. Bit patterns of magnitudes order like
-// the magnitudes themselves, so the expert's result is an integer maximum: atomic, and the same in any order. The host
-// clears `amax` before.
+// The rows of a tile are one run of memory, which `gridDim.x` thread blocks share. Bit patterns of magnitudes order
+// like the magnitudes themselves, so the expert's result is an integer maximum: atomic, and the same in any order. The
+// host clears `amax` before.
 #include "groups.cuh"
 #include "reduce.cuh"
 
@@ -11,7 +11,7 @@ constexpr u32 UNROLL = 8;
 constexpr u32 CHUNK = THREADS * UNROLL;  // 16-byte words
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-group_amax(const u16* __restrict__ x, u64 cols, const Groups groups, u32* amax) {
+    group_amax(const u16* __restrict__ x, u64 cols, const Groups groups, u32* amax) {
     const Tile tile = load_tile(groups, block_in_grid());
     if (tile.expert >= groups.experts) return;
     const u16 *const begin = x + tile.row * cols, *const end = begin + tile.rows * cols;

@@ -1,8 +1,8 @@
 // Per-expert amax of [T, cols] BF16 before and after the RHT along tokens, in one read.
 //
 // A thread takes 16 tokens of VECTOR neighbouring columns. Rounding to BF16 keeps the order, so only the largest
-// transformed magnitude is divided by four and rounded. Sixteen tokens with an infinity or a NaN among them, or with sums
-// that overflow, are looked at again, one by one. The host clears both results before.
+// transformed magnitude is divided by four and rounded. Sixteen tokens with an infinity or a NaN among them, or with
+// sums that overflow, are looked at again, one by one. The host clears both results before.
 //
 // Compile-time choices: SIGN_MASK, or MASK_AT_LAUNCH; VECTOR, 4 or 1 columns.
 #include "groups.cuh"
@@ -62,8 +62,8 @@ static __device__ __noinline__ Amaxes finite_amaxes(const u16* x, u64 cols, u32 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-group_hadamard_amax(const u16* __restrict__ x, u64 cols, const Groups groups, u32 sign_mask, u32* amax,
-                    u32* amax_rht) {
+    group_hadamard_amax(const u16* __restrict__ x, u64 cols, const Groups groups, u32 sign_mask, u32* amax,
+                        u32* amax_rht) {
     const Tile tile = load_tile(groups, block_in_grid());
     if (tile.expert >= groups.experts) return;
     const u32 vectors = (u32)(cols / VECTOR);

@@ -41,8 +41,8 @@ DEVICE u32 find_expert(const u32* first, u32 experts, u32 index) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-group_offsets(const long long* splits, u32 experts, u64 rows, u64 padded_rows, u64* offsets, u64* padded, u32* first_tiles,
-              Tile* tiles, u32 most_tiles, Fault* faults) {
+    group_offsets(const long long* splits, u32 experts, u64 rows, u64 padded_rows, u64* offsets, u64* padded,
+                  u32* first_tiles, Tile* tiles, u32 most_tiles, Fault* faults) {
     __shared__ u64 warp_sums[THREADS / 32];
     __shared__ u32 bad;
     if (threadIdx.x == 0) bad = 0;
@@ -96,7 +96,9 @@ group_offsets(const long long* splits, u32 experts, u64 rows, u64 padded_rows, u
             const u32 e = find_expert(first_tiles, experts, i);
             const u64 token = (u64)(i - first_tiles[e]) * TILE_ROWS;
             const u64 owned = offsets[e + 1] - offsets[e], positions = padded[e + 1] - padded[e];
-            const auto left = [token](u64 count) { return (u16)(count > token ? min(count - token, (u64)TILE_ROWS) : 0); };
+            const auto left = [token](u64 count) {
+                return (u16)(count > token ? min(count - token, (u64)TILE_ROWS) : 0);
+            };
             t = {offsets[e] + token, padded[e] + token, token, e, left(owned), left(positions)};
         }
         tiles[i] = t;

@@ -3,14 +3,15 @@
 //   rowwise      blocks of 16 columns         codes [T, cols/2]    scales [T, cols/16]
 //   columnwise   blocks of 16 tokens, RHT     codes [cols, k/2]    scales [cols, k/16]     k: padded token positions
 //
-// A thread block takes a patch of 128 rows of one expert and 64 columns, copies it to shared memory without a detour through
-// registers, and goes over it once for each direction: blocks of rows, then 16 tokens of two neighbouring columns at a time.
-// Rowwise alone needs no shared memory: blocks of rows are read as they are used, a few at a time. What a block needs of the
-// scales, the multiplier for each scale byte, is computed while the patch is on its way. Blocks that cannot take the short
-// way are noted by their thread, which does them at the end.
+// A thread block takes a patch of 128 rows of one expert and 64 columns, copies it to shared memory without a detour
+// through registers, and goes over it once for each direction: blocks of rows, then 16 tokens of two neighbouring
+// columns at a time. Rowwise alone needs no shared memory: blocks of rows are read as they are used, a few at a time.
+// What a block needs of the scales, the multiplier for each scale byte, is computed while the patch is on its way.
+// Blocks that cannot take the short way are noted by their thread, which does them at the end.
 //
-// Compile-time choices: ROWWISE, COLUMNWISE; ROW_STOCHASTIC, COL_STOCHASTIC; RHT, SIGN_MASK or MASK_AT_LAUNCH; ROW_SWIZZLED, COL_SWIZZLED
-// (scales in the 128x4 layout); ROW_UNPACKED, COL_UNPACKED (also code times block scale in BF16).
+// Compile-time choices: ROWWISE, COLUMNWISE; ROW_STOCHASTIC, COL_STOCHASTIC; RHT, SIGN_MASK or MASK_AT_LAUNCH;
+// ROW_SWIZZLED, COL_SWIZZLED (scales in the 128x4 layout); ROW_UNPACKED, COL_UNPACKED (also code times block scale in
+// BF16).
 #include "encode.cuh"
 #include "groups.cuh"
 #include "output.cuh"
@@ -21,9 +22,9 @@ constexpr bool RANDOM = ROW_STOCHASTIC || COL_STOCHASTIC, VALUES = ROW_UNPACKED 
 constexpr u32 RESIDENT = RANDOM && VALUES ? 4 : 6;
 // Rowwise alone, 128 columns are shared out among the threads, since rows are then read and written in longer pieces.
 constexpr u32 LINE_BLOCKS = COLUMNWISE ? COLUMN_BLOCKS : 8;
-constexpr u32 ROW_STEP = THREADS / LINE_BLOCKS;            // rows between two of a thread
+constexpr u32 ROW_STEP = THREADS / LINE_BLOCKS;                                // rows between two of a thread
 constexpr u32 ROWS_AT_ONCE = (COLUMNWISE ? 2 : 4) / (ROW_STOCHASTIC ? 2 : 1);  // of a thread
-constexpr u32 PAIR_STEP = THREADS / TOKEN_BLOCKS;          // pairs of columns between two of a thread
+constexpr u32 PAIR_STEP = THREADS / TOKEN_BLOCKS;  // pairs of columns between two of a thread
 
 struct Copy {
     const float* amax;  // [E]
@@ -94,7 +95,8 @@ DEVICE Chunks load_row(const uint4* shared, const uint4* x, const Context& c, u3
 }
 
 // Returns which of the thread's blocks are left, one bit each.
-DEVICE u32 quantize_rows(const uint4* shared, const uint4* x, const Context& c, const Copy& copy, const Scaling& scaling) {
+DEVICE u32 quantize_rows(const uint4* shared, const uint4* x, const Context& c, const Copy& copy,
+                         const Scaling& scaling) {
     const u32 local = threadIdx.x % LINE_BLOCKS, first_row = threadIdx.x / LINE_BLOCKS, block = c.first_block + local;
     if (local >= c.live_blocks) return 0;
     RowCursor cursor(copy.out, c.tile.row + first_row, block, c.blocks);
@@ -133,8 +135,7 @@ DEVICE void quantize_rare_rows(u32 left, const uint4* shared, const uint4* x, co
 }
 
 // Returns which of the thread's blocks are left, one bit each.
-DEVICE u32 quantize_columns(const uint4* shared, const Context& c, const Copy& copy,
-                            const Scaling& scaling) {
+DEVICE u32 quantize_columns(const uint4* shared, const Context& c, const Copy& copy, const Scaling& scaling) {
     const u32 token_block = threadIdx.x % TOKEN_BLOCKS, first_pair = threadIdx.x / TOKEN_BLOCKS;
     if (token_block * BLOCK >= c.tile.positions) return 0;
     const u32 first_column = c.first_block * BLOCK + 2 * first_pair;
@@ -175,11 +176,16 @@ DEVICE void quantize_rare_columns(u32 left, const uint4* shared, const Context& 
 
 // blockIdx.x: which columns; the other dimensions: which tile.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-group_quantize(const uint4* __restrict__ x, u32 cols, u64 k, const Groups groups, u32 sign_mask,
-               const __grid_constant__ Copy rowwise, const __grid_constant__ Copy columnwise) {
+    group_quantize(const uint4* __restrict__ x, u32 cols, u64 k, const Groups groups, u32 sign_mask,
+                   const __grid_constant__ Copy rowwise, const __grid_constant__ Copy columnwise) {
     const u32 first_block = blockIdx.x * LINE_BLOCKS, blocks = cols / BLOCK;
-    const Context c{load_tile(groups, block_in_grid()), first_block, min(blocks - first_block, LINE_BLOCKS), cols, blocks,
-                    k / BLOCK, sign_mask};
+    const Context c{load_tile(groups, block_in_grid()),
+                    first_block,
+                    min(blocks - first_block, LINE_BLOCKS),
+                    cols,
+                    blocks,
+                    k / BLOCK,
+                    sign_mask};
     if (c.tile.expert == NO_TILE) return;
     if (c.tile.expert == groups.experts) return fill_with_zeros(c, rowwise.out, columnwise.out);
 

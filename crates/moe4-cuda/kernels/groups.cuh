@@ -2,8 +2,8 @@
 //
 // Expert e owns rows offsets[e]..offsets[e+1] and, in a columnwise operand, token positions padded[e]..padded[e+1].
 // Behind the last expert stands one more entry for the rows and positions of nobody. Tiles of TILE_ROWS rows start
-// anew at each expert. A launch knows no splits: it starts as many thread blocks as any splits could need, and the list of
-// tiles is as long; entries that no tile needs have no expert.
+// anew at each expert. A launch knows no splits: it starts as many thread blocks as any splits could need, and the list
+// of tiles is as long; entries that no tile needs have no expert.
 #pragma once
 #include "numerics.cuh"
 

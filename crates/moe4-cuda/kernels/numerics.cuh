@@ -117,8 +117,8 @@ DEVICE RandomBlock random_block(const RandomStream& random, u64 position) {
 }
 
 // The randomized Hadamard transform of sixteen values: signs, butterflies with strides 1, 2, 4, 8. The factor 1/4 is
-// left to the caller. A mask known at compile time costs nothing: its signs turn into subtractions. MASK_AT_LAUNCH stands
-// for `mask`.
+// left to the caller. A mask known at compile time costs nothing: its signs turn into subtractions. MASK_AT_LAUNCH
+// stands for `mask`.
 constexpr u32 MASK_AT_LAUNCH = 0x10000;
 
 template <u32 MASK>

@@ -22,7 +22,8 @@ DEVICE uint2 unpack_codes(u32 codes, u32 scale_pair) {
     const u32 magnitudes = codes & 0x7777u;
     const u32 upper_bytes = permute_bytes(0x3F3F3F00u, 0x40404040u, magnitudes);
     const u32 lower_bytes = permute_bytes(0xC0800000u, 0xC0804000u, magnitudes);
-    u32 first = permute_bytes(lower_bytes, upper_bytes, 0x5140), second = permute_bytes(lower_bytes, upper_bytes, 0x7362);
+    u32 first = permute_bytes(lower_bytes, upper_bytes, 0x5140),
+        second = permute_bytes(lower_bytes, upper_bytes, 0x7362);
     first |= (codes & 8) << 12 | (codes & 0x80) << 24;
     second |= (codes & 0x800) << 4 | (codes & 0x8000) << 16;
     uint2 out;

@@ -15,10 +15,11 @@ typedef u16 Word;
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-permute(const Word* __restrict__ x, u64 rows, u64 words, const u32* __restrict__ source, u64 slots, Word* __restrict__ out,
-        Fault* faults) {
+    permute(const Word* __restrict__ x, u64 rows, u64 words, const u32* __restrict__ source, u64 slots,
+            Word* __restrict__ out, Fault* faults) {
     const u32 lane = threadIdx.x % 32;
-    for (u64 slot = (u64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32; slot < slots; slot += (u64)gridDim.x * (THREADS / 32)) {
+    for (u64 slot = (u64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32; slot < slots;
+         slot += (u64)gridDim.x * (THREADS / 32)) {
         const u32 row = source[slot];
         const bool live = row < rows;
         if (!live && row != NO_ROW && lane == 0) report(faults, FAULT_PERMUTE_INDEX, slot);

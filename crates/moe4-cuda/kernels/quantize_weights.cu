@@ -19,7 +19,7 @@ static __device__ __noinline__ Codes encode_rare(Neighbours low, Neighbours high
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-quantize_weights(const u16* __restrict__ w, u64 stride, u32 n, u32 k, const float* __restrict__ amax, Out out) {
+    quantize_weights(const u16* __restrict__ w, u64 stride, u32 n, u32 k, const float* __restrict__ amax, Out out) {
     const u32 expert = blockIdx.z, blocks = k / BLOCK;
     __shared__ Scaling scaling;
     if (threadIdx.x < 128) scaling.fill(threadIdx.x, amax[expert], false, false);
@@ -31,8 +31,10 @@ quantize_weights(const u16* __restrict__ w, u64 stride, u32 n, u32 k, const floa
     u32 largest = 0;
 #pragma unroll
     for (u32 i = 0; i < 2; i++) {
-        const uint4* const from = reinterpret_cast<const uint4*>(w + expert * stride + (u64)(first_row + i) * k + block * BLOCK);
-        const uint4 a = live ? __ldcs(from) : make_uint4(0, 0, 0, 0), b = live ? __ldcs(from + 1) : make_uint4(0, 0, 0, 0);
+        const uint4* const from =
+            reinterpret_cast<const uint4*>(w + expert * stride + (u64)(first_row + i) * k + block * BLOCK);
+        const uint4 a = live ? __ldcs(from) : make_uint4(0, 0, 0, 0),
+                    b = live ? __ldcs(from + 1) : make_uint4(0, 0, 0, 0);
         low[i] = {{a.x, a.y, a.z, a.w}}, high[i] = {{b.x, b.y, b.z, b.w}};
         largest = max(largest, Block<Neighbours>(low[i], high[i]).amax_bits());
     }

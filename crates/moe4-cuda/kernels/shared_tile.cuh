@@ -1,9 +1,9 @@
 // A patch of 128 rows and 64 columns of BF16 in shared memory, laid out so that both directions read it without bank
 // conflicts.
 //
-// A row is eight chunks of 16 bytes. Rowwise, eight threads read chunks 0, 2, 4, 6 of two rows and then 1, 3, 5, 7: in every
-// other row neighbouring chunks change places, or both rows would meet in the same banks. Columnwise, a warp reads one word
-// each of eight groups of 16 rows and four neighbouring words: each group is shifted by one chunk.
+// A row is eight chunks of 16 bytes. Rowwise, eight threads read chunks 0, 2, 4, 6 of two rows and then 1, 3, 5, 7: in
+// every other row neighbouring chunks change places, or both rows would meet in the same banks. Columnwise, a warp
+// reads one word each of eight groups of 16 rows and four neighbouring words: each group is shifted by one chunk.
 #pragma once
 #include "encode.cuh"
 #include "groups.cuh"
@@ -18,8 +18,8 @@ constexpr u32 SHARED_CHUNKS = PATCH_ROWS * ROW_CHUNKS + TOKEN_BLOCKS;
 
 DEVICE u32 chunk_index(u32 row, u32 chunk) { return row * ROW_CHUNKS + row / BLOCK + (chunk ^ row % 2); }
 
-// A policy for what is read once: it leaves the cache first, so that what is written stays until its lines are full. A line
-// of a columnwise operand holds the tokens of several thread blocks.
+// A policy for what is read once: it leaves the cache first, so that what is written stays until its lines are full. A
+// line of a columnwise operand holds the tokens of several thread blocks.
 DEVICE u64 read_once() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -27,7 +27,8 @@ DEVICE u64 read_once() {
 }
 
 DEVICE void copy_chunk(u32 to, const uint4* from, u32 bytes, u64 policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes), "l"(policy)
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes),
+                 "l"(policy)
                  : "memory");
 }
 
@@ -41,7 +42,8 @@ DEVICE void copy_patch(uint4* shared, const uint4* from, u64 stride, u32 rows, u
     const uint4* at = from + row * stride + chunk;
     if (rows == PATCH_ROWS && chunks == ROW_CHUNKS) {
 #pragma unroll
-        for (u32 i = 0; i < TOKEN_BLOCKS; i++, at += BLOCK * stride) copy_chunk(to + i * STEP, at, sizeof(uint4), policy);
+        for (u32 i = 0; i < TOKEN_BLOCKS; i++, at += BLOCK * stride)
+            copy_chunk(to + i * STEP, at, sizeof(uint4), policy);
     } else if (chunk < chunks) {
 #pragma unroll 1
         for (u32 i = 0; i * BLOCK < rows; i++, at += BLOCK * stride) {

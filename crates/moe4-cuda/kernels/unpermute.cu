@@ -9,10 +9,11 @@ constexpr u32 THREADS = 256;
 constexpr u32 NO_ROW = 0xFFFFFFFFu;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-unpermute(const u16* __restrict__ y, u64 rows, u64 cols, const u32* __restrict__ slot, u32 top_k,
-          const float* __restrict__ weights, u64 tokens, u16* __restrict__ out, Fault* faults) {
+    unpermute(const u16* __restrict__ y, u64 rows, u64 cols, const u32* __restrict__ slot, u32 top_k,
+              const float* __restrict__ weights, u64 tokens, u16* __restrict__ out, Fault* faults) {
     const u32 lane = threadIdx.x % 32;
-    for (u64 t = (u64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32; t < tokens; t += (u64)gridDim.x * (THREADS / 32)) {
+    for (u64 t = (u64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32; t < tokens;
+         t += (u64)gridDim.x * (THREADS / 32)) {
         if (lane == 0)
             for (u32 j = 0; j < top_k; j++) {
                 const u32 row = slot[t * top_k + j];
@@ -40,7 +41,8 @@ unpermute(const u16* __restrict__ y, u64 rows, u64 cols, const u32* __restrict__
             }
 #if VECTOR == 8
             *reinterpret_cast<uint4*>(out + t * cols + i) =
-                make_uint4(to_bf16x2(sum[0], sum[1]), to_bf16x2(sum[2], sum[3]), to_bf16x2(sum[4], sum[5]), to_bf16x2(sum[6], sum[7]));
+                make_uint4(to_bf16x2(sum[0], sum[1]), to_bf16x2(sum[2], sum[3]), to_bf16x2(sum[4], sum[5]),
+                           to_bf16x2(sum[6], sum[7]));
 #else
             out[t * cols + i] = (u16)to_bf16x2(sum[0], 0.0f);
 #endif

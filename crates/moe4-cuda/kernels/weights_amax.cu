@@ -6,7 +6,7 @@ constexpr u32 THREADS = 256;
 constexpr u32 UNROLL = 8;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-weights_amax(const u16* __restrict__ w, u64 stride, u64 count, u32* amax) {
+    weights_amax(const u16* __restrict__ w, u64 stride, u64 count, u32* amax) {
     const uint4* const words = reinterpret_cast<const uint4*>(w + blockIdx.y * stride);
     const u64 end = count / 8;  // a multiple of 16 x 16 elements
     u32 m = 0;
