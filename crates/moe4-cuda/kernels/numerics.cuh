@@ -15,7 +15,7 @@ typedef unsigned long long u64;
 
 #define DEVICE static __device__ __forceinline__
 
-constexpr u32 BLOCK = 16;  // elements of a block, tokens of a tile
+constexpr u32 BLOCK = 16;  // elements of a block, along a row or along tokens
 constexpr u8 E4M3_NAN = 0x7F;
 constexpr float FLOAT_MAX = 3.402823466e+38f;
 
@@ -27,6 +27,18 @@ DEVICE u32 to_bf16x2(float low, float high) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
+}
+
+// Products in both halves, each rounded once.
+DEVICE u32 multiply_bf16x2(u32 a, u32 b) {
+    u32 out;
+#if __CUDA_ARCH__ >= 900
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+#else
+    // Adding -0 changes nothing, not even the sign of a zero.
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(0x80008000u));
+#endif
+    return out;
 }
 
 // Bytes of `b:a` by selector; with bit 3 of a selector's nibble set, that byte's sign bit eight times.
@@ -60,15 +72,15 @@ DEVICE float e4m3_to_float(u32 byte) {
     return byte & 0x80 ? -value : value;
 }
 
-// `v >= 0` or NaN, which gives 0x7F.
+// NaN gives 0x7F. The sign, which only a meaningless amax brings about, is left out: bytes are indices.
 DEVICE u32 float_to_e4m3(float v) {
 #if __CUDA_ARCH__ >= 890
     u16 pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(v));
-    return pair;
+    return pair & 0x7F;
 #else
     if (v != v) return E4M3_NAN;
-    const float capped = fminf(v, 448.0f);
+    const float capped = fminf(fabsf(v), 448.0f);
     const u32 bits = __float_as_uint(capped);
     const u32 normal = ((bits + 0x7FFFFu + ((bits >> 20) & 1)) >> 20) - (120u << 3);
     const u32 subnormal = __float_as_uint(__fadd_rn(capped, 16384.0f)) - __float_as_uint(16384.0f);

@@ -27,8 +27,8 @@ DEVICE uint2 unpack_codes(u32 codes, u32 scale_pair) {
     first |= (codes & 8) << 12 | (codes & 0x80) << 24;
     second |= (codes & 0x800) << 4 | (codes & 0x8000) << 16;
     uint2 out;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out.x) : "r"(first), "r"(scale_pair));
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out.y) : "r"(second), "r"(scale_pair));
+    out.x = multiply_bf16x2(first, scale_pair);
+    out.y = multiply_bf16x2(second, scale_pair);
     return out;
 }
 

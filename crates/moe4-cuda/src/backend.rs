@@ -11,6 +11,7 @@ use bytemuck::Pod;
 use moe4::kernels::contract::*;
 use moe4::kernels::{Backend, Capabilities, DeviceError, Element, Error, Misuse, Unsupported};
 use moe4::tensor::Groups;
+use std::any::Any;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -35,7 +36,7 @@ pub struct Cuda {
     compiler: Compiler,
     cache: Cache,
     kernels: Mutex<HashMap<Variant, Arc<Kernel>>>,
-    faults: DeviceBuffer<u64>,
+    faults: Arc<DeviceBuffer<u64>>,
 }
 
 impl Cuda {
@@ -59,7 +60,7 @@ impl Cuda {
         let mut bytes =
             DeviceBytes::new(&stream, size_of_val(&none)).map_err(|e| setup(stream.device(), e))?;
         bytes.write(bytemuck::bytes_of(&none)).map_err(|e| setup(stream.device(), e))?;
-        let faults = DeviceBuffer::new(bytes, none.len());
+        let faults = Arc::new(DeviceBuffer::new(bytes, none.len()));
         log::info!("{}; NVRTC {}", stream.device().facts(), compiler.version());
         Ok(Self { stream, compiler, cache, kernels: Mutex::default(), faults })
     }
@@ -104,8 +105,10 @@ impl Cuda {
         // Ended in any case: a stream left in capture would be of no more use.
         let graph = recording.end();
         outcome?;
-        let loaded = self.kernels.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
-        Ok(self.on(graph)?.holding(loaded))
+        let kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held: Vec<Arc<dyn Any + Send + Sync>> = vec![self.faults.clone()];
+        held.extend(kernels.values().map(|kernel| kernel.clone() as Arc<dyn Any + Send + Sync>));
+        Ok(self.on(graph)?.holding(held))
     }
 
     /// Milliseconds on the device that `work` takes, run by run.
@@ -206,7 +209,7 @@ impl Cuda {
         // SAFETY: the buffer of faults has as many bytes.
         self.on(unsafe { read(&self.stream, address, bytemuck::bytes_of_mut(&mut details)) })?;
         if let Err(fault) = faults::first(&details) {
-            // SAFETY: the same buffer; no kernel runs, since the read waited.
+            // SAFETY: the same buffer. A fault that another thread causes in between may be lost with this one.
             self.on(unsafe { fill(&self.stream, address, 0xFF, size_of_val(&details)) })?;
             return Err(fault);
         }
@@ -252,7 +255,12 @@ impl Backend for Cuda {
         Ok(DeviceGroups::new(self.upload_plain(&arrays)?, extent))
     }
     fn empty<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>, Error> {
-        Ok(DeviceBuffer::new(self.on(DeviceBytes::new(&self.stream, len * size_of::<T>()))?, len))
+        let bytes = len.checked_mul(size_of::<T>()).ok_or_else(|| Misuse::Value {
+            what: "elements of a buffer".into(),
+            expected: "as many as memory can hold",
+            got: len.to_string(),
+        })?;
+        Ok(DeviceBuffer::new(self.on(DeviceBytes::new(&self.stream, bytes))?, len))
     }
     fn duplicate<T: Element>(&self, x: DeviceView<'_, T>) -> Result<DeviceBuffer<T>, Error> {
         let mut copy = self.empty(x.len())?;

@@ -14,7 +14,7 @@ use moe4::tensor::ScaleLayout;
 pub struct CatalogEntry {
     /// The kernel with its choices.
     pub variant: Variant,
-    /// Whether the check fails if registers are spilled to memory, on any architecture.
+    /// Whether the check fails if registers are spilled to memory, on sm_90 and later.
     pub no_spills: bool,
 }
 

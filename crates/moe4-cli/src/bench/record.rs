@@ -18,8 +18,6 @@ use crate::doctor::machine::Machine;
 pub(super) struct Record {
     path: PathBuf,
     date: String,
-    /// What the file held before.
-    former: Map<String, Value>,
 }
 
 impl Record {
@@ -39,24 +37,15 @@ impl Record {
             .with_context(|| format!("--record: cannot write in {}", folder.display()))?;
         let date = today();
         let path = folder.join(format!("{date}.json"));
-        let former = match fs::read_to_string(&path) {
-            Ok(text) => serde_json::from_str(&text).with_context(|| {
-                format!("--record: {} is no record; move it away or mend it", path.display())
-            })?,
-            Err(error) if error.kind() == ErrorKind::NotFound => Map::new(),
-            Err(error) => {
-                return Err(error).with_context(|| format!("--record: cannot read {}", path.display()));
-            }
-        };
-        if !matches!(former.get("rows"), None | Some(Value::Array(_))) {
-            bail!("--record: {}: expected a list of rows; move the file away or mend it", path.display());
-        }
-        Ok(Self { path, date, former })
+        read(&path)?;
+        Ok(Self { path, date })
     }
 
     /// Writes the rows; those of the same name, shape and backend that were there before go.
     pub(super) fn write(self, rows: &[Row], facts: Vec<(&'static str, String)>) -> Result<PathBuf> {
-        let Self { path, date, mut former } = self;
+        let Self { path, date } = self;
+        // Read anew: another run may have written while this one measured.
+        let mut former = read(&path)?;
         let new = rows.iter().map(recorded).collect::<Result<Vec<_>>>()?;
         let mut all = match former.remove("rows") {
             Some(Value::Array(rows)) => rows,
@@ -79,6 +68,20 @@ impl Record {
         replace(&path, &format!("{text}\n")).with_context(|| format!("cannot write {}", path.display()))?;
         Ok(path)
     }
+}
+
+/// What a file of the day holds, nothing if there is none.
+fn read(path: &Path) -> Result<Map<String, Value>> {
+    let held: Map<String, Value> = match fs::read_to_string(path) {
+        Ok(text) => serde_json::from_str(&text)
+            .with_context(|| format!("--record: {} is no record; move it away or mend it", path.display()))?,
+        Err(error) if error.kind() == ErrorKind::NotFound => Map::new(),
+        Err(error) => return Err(error).with_context(|| format!("--record: cannot read {}", path.display())),
+    };
+    if !matches!(held.get("rows"), None | Some(Value::Array(_))) {
+        bail!("--record: {}: expected a list of rows; move the file away or mend it", path.display());
+    }
+    Ok(held)
 }
 
 /// A row with the fastest of its peers beside its own numbers; all of them stand in a list.

@@ -129,7 +129,7 @@ fn compile(compiler: &Compiler, catalog: &[CatalogEntry]) -> Findings {
         match report {
             Err(problem) => findings.problems.push(problem),
             Ok(report) => {
-                findings.problems.extend(problem(&job, entry.no_spills, &report));
+                findings.problems.extend(problem(&job, entry.no_spills && job.arch.number() >= 90, &report));
                 findings.rows.push(Row { job, usage: report.usage });
             }
         }

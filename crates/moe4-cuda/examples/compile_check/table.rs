@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn each_kind_of_difference_is_named() {
-        let [a, b, c, _] = Arch::CHECKED;
+        let [a, b, c, ..] = Arch::CHECKED;
         let old = render(VERSION, &mut [row("k", a, 1), row("k", b, 2)]);
         let new = render(VERSION, &mut [row("k", a, 9), row("k", c, 2)]);
         assert!(differences(&old, &old).is_empty());

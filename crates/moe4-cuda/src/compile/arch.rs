@@ -34,12 +34,15 @@ pub struct ArchError {
 }
 
 impl Arch {
-    /// The architectures that every kernel is checked on: Hopper, Blackwell, Blackwell Ultra, Blackwell RTX.
-    pub const CHECKED: [Self; 4] = [
+    /// The architectures that every kernel is checked on: Hopper, Blackwell, Blackwell Ultra, Blackwell RTX, and those
+    /// before them, Ampere and Ada.
+    pub const CHECKED: [Self; 6] = [
         Self { major: 9, minor: 0 },
         Self { major: 10, minor: 0 },
         Self { major: 10, minor: 3 },
         Self { major: 12, minor: 0 },
+        Self { major: 8, minor: 0 },
+        Self { major: 8, minor: 9 },
     ];
 
     /// The architecture of a GPU, from its compute capability.
@@ -88,7 +91,10 @@ mod tests {
 
     #[test]
     fn every_checked_architecture_has_one_name() {
-        assert_eq!(Arch::CHECKED.map(|arch| arch.to_string()), ["sm_90a", "sm_100a", "sm_103a", "sm_120a"]);
+        assert_eq!(
+            Arch::CHECKED.map(|arch| arch.to_string()),
+            ["sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_80", "sm_89"]
+        );
     }
 
     #[test]

@@ -18,8 +18,6 @@ pub struct DeviceFacts {
     pub arch: Arch,
     /// Streaming multiprocessors.
     pub multiprocessors: u32,
-    /// Bytes of shared memory that a thread block may have.
-    pub shared_memory: u32,
     /// Bytes of device memory.
     pub memory: usize,
     /// The driver's CUDA version, as 13000 for 13.0.
@@ -76,8 +74,6 @@ impl Device {
             name,
             arch,
             multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
-            shared_memory: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
-                as u32,
             memory: raw::device_memory(device).map_err(setup)?,
             driver: raw::driver_version().map_err(setup)?,
         };

@@ -1,9 +1,9 @@
 //! CUDA graphs: a sequence of passes recorded once and launched as one.
 
 use super::error::CallError;
-use super::module::Kernel;
 use super::raw::{self, CUgraphExec, Handle};
 use super::stream::Stream;
+use std::any::Any;
 use std::sync::Arc;
 
 /// A recorded sequence, ready to launch. It reads and writes the addresses that it was recorded with; what they hold may
@@ -12,8 +12,8 @@ use std::sync::Arc;
 pub struct Graph {
     handle: Handle<CUgraphExec>,
     stream: Stream,
-    /// Kernels that it may launch.
-    kernels: Vec<Arc<Kernel>>,
+    /// Kernels that it may launch, and memory of the backend that they write.
+    held: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
 /// A stream that records. Dropped without [`Recording::end`], the recording is given up.
@@ -27,7 +27,7 @@ impl Recording {
     pub fn end(mut self) -> Result<Graph, CallError> {
         let stream = self.stream.take().expect("taken here or when dropped");
         let handle = Handle(raw::end_capture(stream.bound()?)?);
-        Ok(Graph { handle, stream, kernels: Vec::new() })
+        Ok(Graph { handle, stream, held: Vec::new() })
     }
 }
 
@@ -47,9 +47,9 @@ impl Graph {
         Ok(Recording { stream: Some(stream.clone()) })
     }
 
-    /// Keeps kernels loaded for as long as the graph is there.
-    pub(crate) fn holding(mut self, kernels: Vec<Arc<Kernel>>) -> Self {
-        self.kernels = kernels;
+    /// Keeps what it needs for as long as it is there.
+    pub(crate) fn holding(mut self, held: Vec<Arc<dyn Any + Send + Sync>>) -> Self {
+        self.held = held;
         self
     }
 
@@ -58,7 +58,7 @@ impl Graph {
     /// # Safety
     /// The buffers and views that it was recorded with are still there, until the stream has run it, and nobody else uses
     /// what it writes.
-    pub unsafe fn launch(&self) -> Result<(), CallError> {
+    pub unsafe fn launch(&mut self) -> Result<(), CallError> {
         raw::launch_graph(self.handle.0, self.stream.bound()?)
     }
 }

@@ -9,18 +9,17 @@ use std::sync::Arc;
 
 use super::device::Device;
 
-/// Thread blocks in each dimension, threads of a block, and bytes of shared memory that a block gets at launch.
+/// Thread blocks in each dimension, and threads of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Grid {
     pub(crate) blocks: [u32; 3],
     pub(crate) threads: u32,
-    pub(crate) shared: u32,
 }
 
 impl Grid {
-    /// Without shared memory at launch.
+    /// Of these sizes.
     pub(crate) fn new(blocks: [u32; 3], threads: u32) -> Self {
-        Self { blocks, threads, shared: 0 }
+        Self { blocks, threads }
     }
 }
 
@@ -48,9 +47,13 @@ impl Kernel {
         // SAFETY: as required.
         let module = Handle(unsafe { raw::load_module(cubin) }.map_err(|e| e.of(name.clone()))?);
         let entry = CString::new(entry).expect("kernels have plain names");
-        let function = raw::function(module.0, &entry).map_err(|e| e.of(name.clone()))?;
-        raw::allow_shared_memory(function, device.facts().shared_memory).map_err(|e| e.of(name.clone()))?;
-        Ok(Self { name, function: Handle(function), module, device: device.clone() })
+        match raw::function(module.0, &entry) {
+            Ok(function) => Ok(Self { name, function: Handle(function), module, device: device.clone() }),
+            Err(e) => {
+                raw::unload_module(module.0).unwrap_or_else(|e| log::warn!("{name}: {e}"));
+                Err(e.of(name))
+            }
+        }
     }
 
     /// Enqueues the kernel.

@@ -280,26 +280,18 @@ pub(super) fn function(module: CUmodule, name: &CStr) -> Checked<CUfunction> {
     Ok(returning!(cuModuleGetFunction(module, name.as_ptr())))
 }
 
-/// Lets a kernel have as much shared memory as a block of the device may, less what it declares itself.
-pub(super) fn allow_shared_memory(function: CUfunction, most: u32) -> Checked {
-    use sys::CUfunction_attribute as Attribute;
-    let own = returning!(cuFuncGetAttribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function));
-    let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    calling!(cuFuncSetAttribute(function, attribute, most as i32 - own))
-}
-
 /// # Safety
 /// `parameters` point to values of the kernel's parameter types, in order, and what they point to on the device stays
 /// valid until the stream has run the kernel.
 pub(super) unsafe fn launch(
     function: CUfunction,
-    Grid { blocks: [x, y, z], threads, shared }: Grid,
+    Grid { blocks: [x, y, z], threads }: Grid,
     stream: CUstream,
     parameters: &mut [*mut c_void],
 ) -> Checked {
     // SAFETY: as required; the driver copies the parameters before it returns.
     check("cuLaunchKernel", unsafe {
         let none = std::ptr::null_mut();
-        sys::cuLaunchKernel(function, x, y, z, threads, 1, 1, shared, stream, parameters.as_mut_ptr(), none)
+        sys::cuLaunchKernel(function, x, y, z, threads, 1, 1, 0, stream, parameters.as_mut_ptr(), none)
     })
 }

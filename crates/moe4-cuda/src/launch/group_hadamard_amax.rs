@@ -1,6 +1,6 @@
 //! Launches `kernels/group_hadamard_amax.cu`.
 
-use super::{THREADS, aligned, blocks, mask_choice};
+use super::{THREADS, aligned, blocks, mask_choice, narrow};
 use crate::backend::Cuda;
 use crate::driver::{Arguments, Grid};
 use crate::groups::TILE_ROWS;
@@ -33,6 +33,7 @@ pub(crate) fn group_hadamard_amax(
     cuda.clear(&amax_rht)?;
     let vector = if cols.is_multiple_of(4) && x.address().is_multiple_of(8) { 4 } else { 1 };
     let kernel = cuda.kernel(&variant(sign_mask, vector))?;
+    narrow("columns", cols)?;
     let vectors = TILE_ROWS / BLOCK * (cols / vector);
     let (cols, groups_argument) = (cols as u64, groups.argument());
     let mask = u32::from(sign_mask.0);

@@ -3,7 +3,7 @@
 use super::{aligned, plain};
 use crate::backend::Cuda;
 use crate::driver::{Arguments, Grid};
-use crate::groups::DeviceGroups;
+use crate::groups::{DeviceGroups, GroupsExtent};
 use crate::memory::DeviceView;
 use moe4::kernels::{Error, Misuse};
 
@@ -22,6 +22,16 @@ pub(crate) fn group_offsets(
             shape: format!("[{}]", extent.experts),
             expected: extent.experts,
             got: splits.len(),
+        }
+        .into());
+    }
+    if extent.padded_rows < GroupsExtent::for_any_splits(extent.experts, extent.rows).padded_rows {
+        return Err(Misuse::Conflict {
+            what: "compute_groups",
+            conflict:
+                "expected groups with token positions for any splits, got those of splits that the host knew"
+                    .into(),
+            fix: "make the groups by Cuda::empty_groups",
         }
         .into());
     }

@@ -1,4 +1,4 @@
-//! The launches: one file a kernel, of the same base name.
+//! The launches: one file a pass, of the base name of its kernel.
 //!
 //! Each takes a pass of the contract whose lengths are checked, turns it into grid and arguments, and says what it cannot
 //! check: that views name memory of this GPU, which their makers promise. Grids follow from shapes, never from splits.
@@ -24,10 +24,11 @@ pub(crate) use unpermute::{unpermute, variant as unpermute_variant};
 use crate::variant::Variant;
 use bytemuck::{Pod, Zeroable};
 use moe4::kernels::Misuse;
+use moe4::kernels::contract::NO_ROW;
 use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::RandomStream;
 
-/// Threads of a block in all kernels but `group_offsets`.
+/// Threads of a block, where a file says nothing else.
 const THREADS: u32 = 256;
 
 /// A variant without choices.
@@ -47,13 +48,20 @@ fn aligned(kernel: &'static str, tensor: &'static str, address: u64, bytes: u64)
     })
 }
 
-/// A dimension as a kernel takes it.
+/// A dimension as a kernel takes it. A few times as much still fits 32 bits.
 fn narrow(what: &'static str, value: usize) -> Result<u32, Misuse> {
-    u32::try_from(value).map_err(|_| Misuse::Value {
-        what: what.into(),
-        expected: "less than 2^32",
-        got: value.to_string(),
-    })
+    match u32::try_from(value) {
+        Ok(narrow) if narrow < 1 << 28 => Ok(narrow),
+        _ => Err(Misuse::Value { what: what.into(), expected: "less than 2^28", got: value.to_string() }),
+    }
+}
+
+/// Rows that indices can name: less than the index of no row.
+fn indexed_rows(what: &'static str, rows: usize) -> Result<u64, Misuse> {
+    match u32::try_from(rows) {
+        Ok(rows) if rows < NO_ROW => Ok(u64::from(rows)),
+        _ => Err(Misuse::Value { what: what.into(), expected: "less than 2^32 - 1", got: rows.to_string() }),
+    }
 }
 
 /// Thread blocks for `work` items, `each` of them in a block; at most `most`, which then loop.

@@ -1,6 +1,6 @@
 //! Launches `kernels/permute.cu`.
 
-use super::{THREADS, aligned, blocks};
+use super::{THREADS, aligned, blocks, indexed_rows};
 use crate::backend::Cuda;
 use crate::driver::{Arguments, Grid};
 use crate::memory::DeviceMemory;
@@ -23,7 +23,7 @@ pub(crate) fn permute(cuda: &Cuda, pass: Permute<'_, DeviceMemory>) -> Result<()
     let Permute { x, cols, source, out } = pass;
     let vector = vector(cols, [x.address(), out.address()]);
     let kernel = cuda.kernel(&variant(vector))?;
-    let (rows, slots) = ((x.len() / cols) as u64, source.len() as u64);
+    let (rows, slots) = (indexed_rows("permute: rows of x", x.len() / cols)?, source.len() as u64);
     let words = (cols / vector) as u64;
     let x = aligned("permute", "x", x.address(), 2)?;
     let out = aligned("permute", "out", out.address(), 2)?;

@@ -1,7 +1,7 @@
 //! Launches `kernels/unpermute.cu`.
 
 use super::permute::vector;
-use super::{THREADS, aligned, blocks, narrow};
+use super::{THREADS, aligned, blocks, indexed_rows, narrow};
 use crate::backend::Cuda;
 use crate::driver::{Arguments, Grid};
 use crate::memory::DeviceMemory;
@@ -17,7 +17,7 @@ pub(crate) fn unpermute(cuda: &Cuda, pass: Unpermute<'_, DeviceMemory>) -> Resul
     pass.check()?;
     let Unpermute { y, cols, slot, top_k, weights, out } = pass;
     let kernel = cuda.kernel(&variant(vector(cols, [y.address(), out.address()])))?;
-    let (rows, tokens) = ((y.len() / cols) as u64, (out.len() / cols) as u64);
+    let (rows, tokens) = (indexed_rows("unpermute: rows of y", y.len() / cols)?, (out.len() / cols) as u64);
     let name = "unpermute";
     let y = aligned(name, "y", y.address(), 2)?;
     let out = aligned(name, "out", out.address(), 2)?;

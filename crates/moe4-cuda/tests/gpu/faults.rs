@@ -173,7 +173,7 @@ fn captures_that_fail_leave_the_stream_usable() {
 #[test]
 #[ignore = "needs a GPU"]
 fn an_empty_capture_is_a_graph() {
-    let graph = cuda().capture(|| Ok(())).unwrap_or_else(|e| panic!("{e}"));
+    let mut graph = cuda().capture(|| Ok(())).unwrap_or_else(|e| panic!("{e}"));
     // SAFETY: nothing was recorded.
     unsafe { graph.launch() }.unwrap_or_else(|e| panic!("{e}"));
     must(works(cuda()));
@@ -407,4 +407,15 @@ fn faults_of_one_backend_are_not_those_of_another() {
         works(&first)
     };
     must(compared());
+}
+
+/// Groups of splits that the host knew hold positions for those only.
+#[test]
+#[ignore = "needs a GPU"]
+fn groups_for_some_splits_take_no_others() {
+    let cuda = cuda();
+    let mut groups = cuda.groups(&Groups::new(&[32, 0], 32).unwrap()).unwrap();
+    let splits = cuda.upload_plain(&[31i64, 1]).unwrap();
+    let refused = cuda.compute_groups(splits.view(), &mut groups).unwrap_err().to_string();
+    assert!(refused.contains("empty_groups"), "{refused}");
 }

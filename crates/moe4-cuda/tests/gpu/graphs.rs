@@ -216,7 +216,7 @@ fn replays(experts: usize, rows: usize, cols: usize, launches: &[Launch]) -> Out
     buffers.fill(cuda, &vec![bf16::ONE; rows * cols], &vec![0; experts])?;
     buffers.enqueue(cuda)?;
     cuda.synchronize()?;
-    let graph = cuda.capture(|| buffers.enqueue(cuda))?;
+    let mut graph = cuda.capture(|| buffers.enqueue(cuda))?;
     for (i, (splits, wrong)) in launches.iter().enumerate() {
         let mut x = data::tensor(Kind::ALL[i % 5], rows * cols, 800 + i as u64);
         let counted = if wrong.is_some() { vec![0; experts] } else { splits.clone() };
@@ -300,7 +300,7 @@ fn every_other_pass_in_a_capture() {
     let recorded = |what: &str, mut pass: Box<dyn FnMut() -> Result<(), Error> + '_>| -> Outcome {
         // Once by itself, so that its kernels are loaded.
         pass()?;
-        let graph = cuda.capture(pass).map_err(moe4_conformance::Failure::from).in_case(what)?;
+        let mut graph = cuda.capture(pass).map_err(moe4_conformance::Failure::from).in_case(what)?;
         // SAFETY: the buffers of the capture are alive, and only this thread uses them.
         called(unsafe { graph.launch() })?;
         Ok(cuda.synchronize()?)

@@ -91,7 +91,7 @@ fn backends_that_come_and_go() {
         let cuda = another();
         task.repeated(&cuda, 1)?;
         let x = cuda.upload(&task.x)?;
-        let graph = cuda.capture(|| Ok(()))?;
+        let mut graph = cuda.capture(|| Ok(()))?;
         // SAFETY: the buffers of the capture are alive, and only this thread uses them.
         called(unsafe { graph.launch() })?;
         // Every other time, work is still on its way when everything is dropped.

@@ -120,8 +120,10 @@ pub(crate) fn expect_len(
     shape: &[usize],
     got: usize,
 ) -> Result<(), Misuse> {
-    let expected = shape.iter().product();
-    if got == expected {
+    // A product that overflows is larger than any tensor.
+    let expected =
+        shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size)).unwrap_or(usize::MAX);
+    if got == expected && expected != usize::MAX {
         return Ok(());
     }
     Err(Misuse::Length { kernel, tensor, shape: format!("{shape:?}"), expected, got })
@@ -143,4 +145,20 @@ pub(crate) fn require(backend: &Capabilities, nvfp4: bool, stochastic: bool) -> 
     };
     let (what, fix) = missing;
     Err(Unsupported { backend: backend.backend.into(), what: what.into(), fix: fix.into() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_that_overflow_fit_no_tensor() {
+        assert_eq!(expect_len("k", "x", &[2, 3], 6), Ok(()));
+        for shape in [[1 << 63, 2], [usize::MAX, 3]] {
+            for got in [0, usize::MAX] {
+                assert!(expect_len("k", "x", &shape, got).is_err(), "{shape:?} {got}");
+            }
+        }
+        assert_eq!(expect_len("k", "x", &[0, usize::MAX], 0), Ok(()));
+    }
 }
