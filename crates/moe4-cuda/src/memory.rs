@@ -1,7 +1,9 @@
 //! Device memory as the contract sees it: owned buffers, views by address, and groups that the host cannot read.
 //!
-//! Work on a buffer is ordered by the stream that it was made on. A view is an address and a length; those of another
-//! framework's tensors are made by [`DeviceView::from_raw`]. Nothing here reads or writes memory.
+//! Work on a buffer is ordered by the stream that it was made on. A view is an address and a length, and does not know its
+//! stream: it belongs to passes of the backend that made it. Another backend of the same GPU may have it once the first
+//! one was synchronized, and while the buffer is kept. Views of another framework's tensors are made by
+//! [`DeviceView::from_raw`]. Nothing here reads or writes memory.
 
 use crate::driver::DeviceBytes;
 use crate::groups::DeviceGroups;
