@@ -1,7 +1,12 @@
 //! The CPU backend passes the suite on every instruction set of this machine, and neither that choice nor the number
 //! of threads changes a bit of any result or intermediate.
 
+use half::bf16;
+use moe4::kernels::contract::{GroupedGemm, Operand, Side, WeightOperand, WeightShape};
 use moe4::kernels::cpu::{Cpu, Isa};
+use moe4::kernels::reference::Reference;
+use moe4::kernels::{Backend, Host};
+use moe4::tensor::Groups;
 use moe4_conformance::checks::{large_steps, same_steps};
 use moe4_conformance::{InCase, run, run_host_memory};
 use rayon::ThreadPoolBuilder;
@@ -29,5 +34,34 @@ fn threads_and_instructions_change_nothing() {
             let outcome = same_steps(&expected, &steps(isa, threads));
             outcome.in_case(format!("{isa}, {threads} threads")).unwrap_or_else(|e| panic!("{e}"));
         }
+    }
+}
+
+/// Longer than what is packed at a time. Small whole numbers: every sum is exact, in any order.
+#[test]
+fn a_long_contraction_is_the_reference_to_the_bit() {
+    let (groups, shape) = (Groups::single(115), WeightShape { n: 48, k: 4112 });
+    let whole = |len: usize, factor: usize| -> Vec<bf16> {
+        (0..len).map(|i| bf16::from_f32((i * factor % 7) as f32 - 3.0)).collect()
+    };
+    let (a, w) = (whole(groups.rows() * shape.k, 5), whole(shape.n * shape.k, 3));
+    fn product<B: Backend<Memory = Host>>(
+        b: &B,
+        g: &Groups,
+        s: WeightShape,
+        a: &[bf16],
+        w: &[bf16],
+    ) -> Vec<bf16> {
+        let mut out = vec![bf16::ZERO; g.rows() * s.n];
+        let (a, w) = (Operand::Bf16(a), WeightOperand::Bf16(vec![w]));
+        let pass =
+            GroupedGemm { a, w, shape: s, side: Side::Fprop, groups: g, bias: None, out: &mut out[..] };
+        b.grouped_gemm(pass).expect("a product");
+        out
+    }
+    let expected = product(&Reference, &groups, shape, &a, &w);
+    assert!(expected.iter().any(|v| *v != bf16::ZERO));
+    for isa in Isa::available() {
+        assert!(product(&Cpu::with_isa(isa), &groups, shape, &a, &w) == expected, "{isa}");
     }
 }

@@ -3,13 +3,13 @@
 
 use super::isa::Isa;
 use super::matrix::{Matrix, pack};
-use super::micro::{BLOCK_ROWS, Geometry, Panels, accumulate};
+use super::micro::{Geometry, Panels, accumulate};
 use rayon::prelude::*;
 use std::cell::Cell;
 use std::ops::Range;
 
-/// Contraction indices handled at a time: a panel of B (256 x 32 x 4 bytes) then fits in L1 beside one of A.
-const KC: usize = 256;
+/// Contraction indices of A packed at a time: a block of it (112 x 2048 x 4 bytes) stays in L2.
+const PACKED_K: usize = 2048;
 
 /// Elements of packed B kept at a time (32 MiB): several small experts are packed together, a large one alone.
 const PACKED: usize = 8 << 20;
@@ -22,7 +22,8 @@ pub(super) struct Problem<'a> {
     pub(super) k: usize,
 }
 
-/// A block of at most [`BLOCK_ROWS`] rows of one problem, with whatever its epilogue writes to.
+/// A block of at most [`BLOCK_ROWS`](super::micro::BLOCK_ROWS) rows of one problem, with whatever its epilogue
+/// writes to.
 pub(super) struct Task<O> {
     pub(super) problem: usize,
     pub(super) rows: Range<usize>,
@@ -48,13 +49,18 @@ thread_local! {
     static SCRATCH: [Cell<Vec<f32>>; 3] = const { [const { Cell::new(Vec::new()) }; 3] };
 }
 
-/// Runs `f` with `len` elements of unspecified contents. The buffer leaves its cell, so nested use is sound.
+/// Elements of a cache line.
+const LINE: usize = 16;
+
+/// Runs `f` with `len` elements of unspecified contents, from the start of a cache line. The buffer leaves its cell,
+/// so nested use is sound.
 fn with_scratch<R>(slot: usize, len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
     let mut buffer = SCRATCH.with(|s| s[slot].take());
-    if buffer.len() < len {
-        buffer.resize(len, 0.0);
+    if buffer.len() < len + LINE {
+        buffer.resize(len + LINE, 0.0);
     }
-    let result = f(&mut buffer[..len]);
+    let start = buffer.as_ptr().align_offset(size_of::<f32>() * LINE);
+    let result = f(&mut buffer[start..start + len]);
     SCRATCH.with(|s| s[slot].set(buffer));
     result
 }
@@ -90,8 +96,9 @@ pub(super) fn run<O: Send, R: Send>(
                 let p = &problems[problem];
                 let b = &packed[offsets[problem - start]..][..packed_len(p)];
                 let task = Task { problem, rows, out: () };
-                let ld = p.n.next_multiple_of(geometry.nr);
-                with_scratch(1, BLOCK_ROWS * ld, |acc| {
+                // One line more: rows of a tile then lie in different sets of the caches.
+                let ld = p.n.next_multiple_of(geometry.nr) + LINE;
+                with_scratch(1, task.rows.len().next_multiple_of(geometry.mr) * ld, |acc| {
                     block_product(isa, geometry, p, task.rows.clone(), b, acc, ld);
                     epilogue(&task, Block { acc, ld }, out)
                 })
@@ -130,9 +137,9 @@ fn block_product(
         acc.fill(0.0);
     }
     let panels = rows.len().div_ceil(mr);
-    with_scratch(2, panels * mr * KC, |a| {
-        for k0 in (0..p.k).step_by(KC) {
-            let kc = KC.min(p.k - k0);
+    with_scratch(2, panels * mr * PACKED_K.min(p.k), |a| {
+        for k0 in (0..p.k).step_by(PACKED_K) {
+            let kc = PACKED_K.min(p.k - k0);
             let a = &mut a[..panels * mr * kc];
             for (panel, first) in a.chunks_exact_mut(mr * kc).zip(rows.clone().step_by(mr)) {
                 pack(isa, p.a, first..rows.end.min(first + mr), mr, k0..k0 + kc, panel);

@@ -3,7 +3,11 @@
 //! A panel holds `width` lanes (rows of A or columns of B) side by side along the contraction: `[k][width]` of
 //! `f32`, where an element is the exact `code · block scale`, or the exact BF16 value.
 
-use super::isa::multiversion;
+#[cfg(target_arch = "x86_64")]
+use super::codes_avx512;
+#[cfg(target_arch = "x86_64")]
+use super::isa::Kind;
+use super::isa::{Isa, multiversion};
 use crate::numerics::{BLOCK, bf16 as bf, e2m1, e4m3};
 use half::bf16;
 use std::ops::Range;
@@ -48,9 +52,29 @@ static PAIRS: [[f32; 2]; 256] = {
     table
 };
 
+/// Lanes `lanes` and contraction indices `k` of `m` to `out`, `[k][width]`; lanes past the end are zero. For codes, `k`
+/// starts and ends with a block.
+pub(super) fn pack(
+    isa: Isa,
+    m: Matrix<'_>,
+    lanes: Range<usize>,
+    width: usize,
+    k: Range<usize>,
+    out: &mut [f32],
+) {
+    #[cfg(target_arch = "x86_64")]
+    if let (Kind::Avx512, Values::Nvfp4 { codes, scales }) = (isa.kind(), m.values) {
+        // SAFETY: this kind exists only where detection found AVX-512.
+        if unsafe { codes_avx512::pack(codes, scales, m, lanes.clone(), width, k.clone(), out) } {
+            return;
+        }
+    }
+    pack_each(isa, m, lanes, width, k, out);
+}
+
 multiversion! {
-    /// Lanes `lanes` and contraction indices `k` of `m` to `out`, `[k][width]`; lanes past the end are zero.
-    pub(super) fn pack(m: Matrix<'_>, lanes: Range<usize>, width: usize, k: Range<usize>, out: &mut [f32]) {
+    /// [`pack`] one value or a pair of codes at a time.
+    fn pack_each(m: Matrix<'_>, lanes: Range<usize>, width: usize, k: Range<usize>, out: &mut [f32]) {
         match (m.values, m.along) {
             (Values::Nvfp4 { codes, scales }, Along::Cols) => {
                 for (out, k) in out.chunks_exact_mut(BLOCK * width).zip(k.step_by(BLOCK)) {

@@ -1,9 +1,10 @@
 //! A block of a product: packed panels in, accumulators out.
 //!
 //! ```text
-//! for each panel of B, NR columns wide:        stays in L1
-//!   for each panel of A, MR rows high:         streams from L2
-//!     MR x NR accumulators in registers += outer products along k
+//! for each panel of B, NR columns wide:            streams from L3 or memory
+//!   for each stretch of k, KC long:                of B stays in L1, with the accumulators of this panel nearby
+//!     for each panel of A, MR rows high:           streams from L2
+//!       MR x NR accumulators in registers += outer products along k
 //! ```
 
 use super::isa::{Isa, Kind};
@@ -16,15 +17,20 @@ pub(super) struct Geometry {
     pub(super) nr: usize,
 }
 
-// 32 registers hold 12 x 2 accumulators, 2 vectors of B and a broadcast; 16 registers hold 6 x 2 or 4 x 2.
+/// Contraction indices handled at a time: of B (192 x 32 x 4 bytes) they stay in L1 beside those of a panel of A. See
+/// `docs/attempts.md`.
+const KC: usize = 192;
+
+// 32 registers hold 14 x 2 accumulators, 2 vectors of B and a broadcast; 16 registers hold 6 x 2 or 4 x 2.
 #[cfg(target_arch = "x86_64")]
-const AVX512: Geometry = Geometry { mr: 12, nr: 32 };
+const AVX512: Geometry = Geometry { mr: 14, nr: 32 };
 #[cfg(target_arch = "x86_64")]
 const AVX2: Geometry = Geometry { mr: 6, nr: 16 };
 const PORTABLE: Geometry = Geometry { mr: 4, nr: 8 };
 
-/// A multiple of every `mr`, and of 16 so that a block of rows holds whole RHT groups.
-pub(super) const BLOCK_ROWS: usize = 48;
+/// A multiple of 16, so that a block of rows holds whole RHT groups, and of the largest `mr`. So many because panels
+/// of B are read once a block.
+pub(super) const BLOCK_ROWS: usize = 112;
 
 impl Geometry {
     pub(super) fn of(isa: Isa) -> Self {
@@ -86,10 +92,14 @@ fn avx2(panels: Panels<'_>, acc: &mut [f32], ld: usize) {
 unsafe fn block<V: Vector, const MR: usize, const NV: usize>(p: Panels<'_>, acc: &mut [f32], ld: usize) {
     let nr = NV * V::LANES;
     for (j, b) in p.b.chunks_exact(p.k * nr).enumerate() {
-        let b = &b[p.k0 * nr..(p.k0 + p.kc) * nr];
-        for (i, a) in p.a.chunks_exact(p.kc * MR).enumerate() {
-            // SAFETY: the caller's promise.
-            unsafe { tile::<V, MR, NV>(a, b, &mut acc[i * MR * ld + j * nr..], ld, p.k0 == 0) };
+        for k in (0..p.kc).step_by(KC) {
+            let end = p.kc.min(k + KC);
+            let b = &b[(p.k0 + k) * nr..(p.k0 + end) * nr];
+            for (i, a) in p.a.chunks_exact(p.kc * MR).enumerate() {
+                let acc = &mut acc[i * MR * ld + j * nr..];
+                // SAFETY: the caller's promise.
+                unsafe { tile::<V, MR, NV>(&a[k * MR..end * MR], b, acc, ld, p.k0 + k == 0) };
+            }
         }
     }
 }

@@ -6,7 +6,8 @@
 //! | `tile` | 16 x 16 elements in registers: load, RHT, amax, codes |
 //! | `amax`, `quantize` | passes over tensors, tile by tile |
 //! | `simd`, `micro` | a small vector trait; the register tile of a product |
-//! | `matrix`, `gemm` | operands to panels; grouped products over row blocks |
+//! | `matrix`, `codes_avx512` | operands to panels; the same for 4-bit codes with AVX-512 |
+//! | `gemm` | grouped products over row blocks |
 //! | `epilogue`, `products` | what happens to a block of accumulators; the four products |
 //! | `rows`, `parallel` | permutation; cutting outputs into pieces for threads |
 //!
@@ -16,6 +17,8 @@
 //! multiply and an add would.
 
 mod amax;
+#[cfg(target_arch = "x86_64")]
+mod codes_avx512;
 mod epilogue;
 mod gemm;
 mod isa;
