@@ -19,8 +19,15 @@ pub const SOURCES: &[(&str, &str)] = &[
 
 /// Shared headers: name as an `#include` says it, and text of `kernels/<name>`.
 pub const HEADERS: &[(&str, &str)] = &[
+    ("activation.cuh", include_str!("../kernels/activation.cuh")),
     ("encode.cuh", include_str!("../kernels/encode.cuh")),
+    ("epilogue.cuh", include_str!("../kernels/epilogue.cuh")),
+    ("epilogue_act.cuh", include_str!("../kernels/epilogue_act.cuh")),
+    ("epilogue_dact.cuh", include_str!("../kernels/epilogue_dact.cuh")),
     ("fault.cuh", include_str!("../kernels/fault.cuh")),
+    ("fragment.cuh", include_str!("../kernels/fragment.cuh")),
+    ("fragment_amax.cuh", include_str!("../kernels/fragment_amax.cuh")),
+    ("glu.cuh", include_str!("../kernels/glu.cuh")),
     ("groups.cuh", include_str!("../kernels/groups.cuh")),
     ("numerics.cuh", include_str!("../kernels/numerics.cuh")),
     ("output.cuh", include_str!("../kernels/output.cuh")),

@@ -1,0 +1,99 @@
+// The epilogue of FC2's dgrad on a fragment of accumulators, whose columns are features:
+//
+//   dh = alpha * acc        dc = bf16(dh * prob * act'(c))        dprob = sum of act(c) * dh over the features
+//
+// and, where asked for, dh itself, h = bf16(act(c) * prob) with the bits of the forward, and dc's amaxes. dprob is left
+// as a sum for each fragment, which sum_slices adds up in order.
+//
+// Compile-time choices: ACTIVATION, LAYOUT, AMAX (of dc).
+#pragma once
+#include "epilogue.cuh"
+#include "fragment_amax.cuh"
+#include "glu.cuh"
+
+struct DactOut {
+    const u16* c;       // [T, N1]
+    const float* prob;  // [T]
+    u16* dc;            // [T, N1]
+    float* dprob;       // [slices, T]: a slice is the features of one fragment
+    u16* h;             // [T, F], or none
+    float* dh;          // [T, F], or none
+    u64 rows;           // T
+    u32 ffn;
+    ActivationParameters activation;
+    AmaxOut dc_amax;
+};
+
+// What a pair of accumulators gives.
+struct PairOfFeatures {
+    float dh[2], value[2], dg[2], du[2];
+};
+
+DEVICE PairOfFeatures differentiate(float first, float second, u32 gate, u32 up, float alpha, float prob,
+                                    const ActivationParameters& p) {
+    PairOfFeatures out;
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+        const Evaluated at = evaluate(p, i ? upper(gate) : lower(gate), i ? upper(up) : lower(up));
+        const float dh = __fmul_rn(alpha, i ? second : first), scaled = __fmul_rn(dh, prob);
+        out.dh[i] = dh, out.value[i] = at.value;
+        out.dg[i] = __fmul_rn(scaled, at.dg), out.du[i] = __fmul_rn(scaled, at.du);
+    }
+    return out;
+}
+
+// The fragment's first feature is `feature`, a multiple of 32, and it is number `slice` of its row.
+template <u32 N8>
+DEVICE void epilogue_dact(const float (&acc)[N8][4], const FragmentRows& rows, u32 expert, u32 feature, u32 slice,
+                          float alpha, const DactOut& out) {
+    static_assert(N8 % 4 == 0, "whole groups of 32 features");
+    const RowValues prob = load_row_values(out.prob, rows);
+    FragmentAmax found(out.dc_amax.sign_mask);
+    float sums[2] = {};
+#pragma unroll
+    for (u32 group = 0; group < N8 / 4; group++) {
+        const u32 here = feature + GROUP_COLS * group;
+        GateUp c, dc;
+        Words h;
+        load_gate_up(c, out.c, rows, here, out.ffn);
+#pragma unroll
+        for (u32 k = 0; k < 4; k++)
+#pragma unroll
+            for (u32 half = 0; half < 2; half++) {
+                const float (&v)[4] = acc[4 * group + k];
+                const PairOfFeatures pair =
+                    differentiate(v[2 * half], v[2 * half + 1], c.gate[half][k], GATED ? c.up[half][k] : 0, alpha,
+                                  prob.of[half], out.activation);
+                const bool live = rows.has(half) && here + 8 * k < out.ffn;
+                dc.gate[half][k] = live ? to_bf16x2(pair.dg[0], pair.dg[1]) : 0;
+                if constexpr (GATED) dc.up[half][k] = live ? to_bf16x2(pair.du[0], pair.du[1]) : 0;
+                h[half][k] =
+                    to_bf16x2(__fmul_rn(pair.value[0], prob.of[half]), __fmul_rn(pair.value[1], prob.of[half]));
+                if (live) {
+                    sums[half] = __fadd_rn(sums[half], __fmul_rn(pair.value[0], pair.dh[0]));
+                    sums[half] = __fadd_rn(sums[half], __fmul_rn(pair.value[1], pair.dh[1]));
+                    if (out.dh)
+                        *reinterpret_cast<float2*>(out.dh + rows.row(half) * out.ffn + here + 8 * k +
+                                                   2 * lane_of_quad()) = make_float2(pair.dh[0], pair.dh[1]);
+                }
+            }
+        store_gate_up(dc, out.dc, rows, here, out.ffn);
+        if (out.h) store_words(h, out.h, out.ffn, rows, here, out.ffn);
+        found.add(dc.gate);
+        if constexpr (GATED) found.add(dc.up);
+    }
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        sums[half] = __fadd_rn(sums[half], __shfl_xor_sync(~0u, sums[half], 1));
+        sums[half] = __fadd_rn(sums[half], __shfl_xor_sync(~0u, sums[half], 2));
+        if (lane_of_quad() == 0 && rows.has(half)) out.dprob[slice * out.rows + rows.row(half)] = sums[half];
+    }
+    // The columns of dc that the fragment's features have: two runs, or one.
+    const Columns first = first_columns(feature, out.ffn);
+    constexpr u32 FEATURES = 8 * N8;
+    if constexpr (GATED && LAYOUT != HALVES)
+        finish_amax(found, out.dc_amax, expert, out.dc, 2 * out.ffn, rows, first.first, 2 * FEATURES, first.end, 1, 0);
+    else
+        finish_amax(found, out.dc_amax, expert, out.dc, fc1_columns(out.ffn), rows, first.first, FEATURES, first.end,
+                    GATED ? 2 : 1, out.ffn);
+}
