@@ -12,6 +12,7 @@ mod memory;
 mod module;
 mod raw;
 mod stream;
+mod tensor_map;
 
 pub use device::{Device, DeviceFacts};
 pub use error::{CallError, Unavailable};
@@ -20,3 +21,4 @@ pub use graph::{Graph, Recording};
 pub(crate) use memory::{DeviceBytes, fill, read};
 pub(crate) use module::{Arguments, Grid, Kernel};
 pub use stream::Stream;
+pub(crate) use tensor_map::TensorMap;

@@ -6,20 +6,30 @@ use super::stream::Stream;
 use bytemuck::NoUninit;
 use std::ffi::{CString, c_void};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::device::Device;
 
-/// Thread blocks in each dimension, and threads of a block.
+/// Dynamic shared memory that every kernel may have, in bytes.
+const USUAL_SHARED: u32 = 48 << 10;
+
+/// Thread blocks in each dimension, threads of a block, and its dynamic shared memory in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Grid {
     pub(crate) blocks: [u32; 3],
     pub(crate) threads: u32,
+    pub(crate) shared: u32,
 }
 
 impl Grid {
-    /// Of these sizes.
+    /// Of these sizes, without dynamic shared memory.
     pub(crate) fn new(blocks: [u32; 3], threads: u32) -> Self {
-        Self { blocks, threads }
+        Self { blocks, threads, shared: 0 }
+    }
+
+    /// With so much dynamic shared memory.
+    pub(crate) fn with_shared(self, shared: u32) -> Self {
+        Self { shared, ..self }
     }
 }
 
@@ -30,6 +40,8 @@ pub(crate) struct Kernel {
     function: Handle<CUfunction>,
     module: Handle<CUmodule>,
     device: Arc<Device>,
+    /// Dynamic shared memory that it may have.
+    shared: AtomicU32,
 }
 
 impl Kernel {
@@ -48,7 +60,13 @@ impl Kernel {
         let module = Handle(unsafe { raw::load_module(cubin) }.map_err(|e| e.of(name.clone()))?);
         let entry = CString::new(entry).expect("kernels have plain names");
         match raw::function(module.0, &entry) {
-            Ok(function) => Ok(Self { name, function: Handle(function), module, device: device.clone() }),
+            Ok(function) => Ok(Self {
+                name,
+                function: Handle(function),
+                module,
+                device: device.clone(),
+                shared: USUAL_SHARED.into(),
+            }),
             Err(e) => {
                 raw::unload_module(module.0).unwrap_or_else(|e| log::warn!("{name}: {e}"));
                 Err(e.of(name))
@@ -71,9 +89,16 @@ impl Kernel {
             return Ok(());
         }
         let Arguments { mut pointers, shape: (names, sizes), .. } = arguments;
-        // SAFETY: as required.
-        let launched = unsafe { raw::launch(self.function.0, grid, stream.bound()?, &mut pointers) };
-        launched.map_err(|e| {
+        let stream = stream.bound()?;
+        let enqueue = |pointers: &mut [_]| {
+            if grid.shared > self.shared.load(Ordering::Relaxed) {
+                raw::allow_shared_memory(self.function.0, grid.shared)?;
+                self.shared.store(grid.shared, Ordering::Relaxed);
+            }
+            // SAFETY: as required.
+            unsafe { raw::launch(self.function.0, grid, stream, pointers) }
+        };
+        enqueue(&mut pointers).map_err(|e| {
             let Grid { blocks, threads, .. } = grid;
             e.of(format!("{} for {names} {sizes:?}, on {blocks:?} blocks of {threads} threads", self.name))
         })

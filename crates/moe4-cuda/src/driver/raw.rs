@@ -280,18 +280,58 @@ pub(super) fn function(module: CUmodule, name: &CStr) -> Checked<CUfunction> {
     Ok(returning!(cuModuleGetFunction(module, name.as_ptr())))
 }
 
+/// More dynamic shared memory for each thread block than every kernel may have.
+pub(super) fn allow_shared_memory(function: CUfunction, bytes: u32) -> Checked {
+    let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    calling!(cuFuncSetAttribute(function, attribute, bytes as i32))
+}
+
+/// A description of a BF16 tensor for copies of boxes, lines of 128 bytes swizzled; zeros outside the tensor. `dims`
+/// and `lines` (the box) from the innermost on, `strides` in bytes and without that of the innermost.
+pub(super) fn encode_tensor_map(
+    address: u64,
+    dims: &[u64],
+    strides: &[u64],
+    lines: &[u32],
+) -> Checked<[u64; 16]> {
+    assert!(dims.len() == lines.len() && strides.len() + 1 == dims.len() && dims.len() <= 5);
+    let steps = [1; 5];
+    let mut map = MaybeUninit::uninit();
+    // SAFETY: the slices are as long as the rank says; the address is written down and not followed.
+    unsafe {
+        check(
+            "cuTensorMapEncodeTiled",
+            sys::cuTensorMapEncodeTiled(
+                map.as_mut_ptr(),
+                sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                dims.len() as u32,
+                address as *mut c_void,
+                dims.as_ptr(),
+                strides.as_ptr(),
+                lines.as_ptr(),
+                steps.as_ptr(),
+                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            ),
+        )?;
+        Ok(map.assume_init().opaque)
+    }
+}
+
 /// # Safety
 /// `parameters` point to values of the kernel's parameter types, in order, and what they point to on the device stays
 /// valid until the stream has run the kernel.
 pub(super) unsafe fn launch(
     function: CUfunction,
-    Grid { blocks: [x, y, z], threads }: Grid,
+    Grid { blocks: [x, y, z], threads, shared }: Grid,
     stream: CUstream,
     parameters: &mut [*mut c_void],
 ) -> Checked {
     // SAFETY: as required; the driver copies the parameters before it returns.
     check("cuLaunchKernel", unsafe {
         let none = std::ptr::null_mut();
-        sys::cuLaunchKernel(function, x, y, z, threads, 1, 1, 0, stream, parameters.as_mut_ptr(), none)
+        sys::cuLaunchKernel(function, x, y, z, threads, 1, 1, shared, stream, parameters.as_mut_ptr(), none)
     })
 }
