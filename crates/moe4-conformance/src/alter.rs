@@ -133,6 +133,16 @@ impl<B: Backend> Alter<B> for Poisoned {
     }
 }
 
+/// A backend that asks for unpacked operands, or does not.
+#[derive(Clone, Copy, Debug)]
+pub struct UnpackedOperands(pub bool);
+
+impl<B: Backend> Alter<B> for UnpackedOperands {
+    fn capabilities(&self, inner: &B) -> Capabilities {
+        Capabilities { unpacked_operands: self.0, ..inner.capabilities() }
+    }
+}
+
 /// A backend without products: it quantizes, dequantizes and permutes.
 #[derive(Clone, Copy, Debug)]
 pub struct QuantizersOnly;

@@ -93,15 +93,12 @@ fn code_values(codes: &[u8], scales: &[u8], k: usize) -> Vec<f64> {
 pub fn values(side: &Side, k: usize) -> Vec<f64> {
     match side {
         Side::Bf16(x) => x.iter().map(|&v| bf::to_f32(v) as f64).collect(),
-        Side::Nvfp4(q) => code_values(&q.codes, &q.scales, k),
+        Side::Nvfp4(q) | Side::Unpacked(q, _) => code_values(&q.codes, &q.scales, k),
     }
 }
 
 fn decode_scale(side: &Side, expert: usize) -> f64 {
-    match side {
-        Side::Bf16(_) => 1.0,
-        Side::Nvfp4(q) => GlobalScale::from_amax(q.amax[expert]).decode as f64,
-    }
+    side.packed().map_or(1.0, |q| GlobalScale::from_amax(q.amax[expert]).decode as f64)
 }
 
 /// `[T, output columns]` before rounding to BF16; zero past the last expert's rows.
@@ -136,7 +133,7 @@ pub fn gemm(case: &Gemm<'_>) -> Vec<Expected> {
 pub fn wgrad(case: &Wgrad<'_>) -> Vec<Expected> {
     let (n, k, groups) = (case.shape.n, case.shape.k, case.groups);
     let (a, b) = (values(case.a, groups.padded_rows()), values(case.b, groups.padded_rows()));
-    let quantized = matches!(case.a, Side::Nvfp4(_));
+    let quantized = case.a.packed().is_some();
     let before = |i: usize| match &case.before {
         Grads::F32(dw) => dw[i] as f64,
         Grads::Bf16(dw) => bf::to_f32(dw[i]) as f64,

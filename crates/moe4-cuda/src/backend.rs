@@ -246,6 +246,7 @@ impl Backend for Cuda {
             nvfp4: true,
             bf16: true,
             stochastic_rounding: true,
+            unpacked_operands: self.device().facts().arch.has_wgmma(),
             products: false,
         }
     }

@@ -4,19 +4,49 @@ use super::Fault;
 use half::bf16;
 use moe4::kernels::activation::{Activation, ClampedQgeglu, GluLayout, SituGlu, TanhSrelu};
 use moe4::kernels::contract::*;
-use moe4::kernels::{Backend, Error, Host};
+use moe4::kernels::{Backend, Error, Host, Memory};
 use moe4::numerics::bf16 as bf;
 use moe4::numerics::hadamard::SignMask;
+use moe4::numerics::scale::RANGE;
 use moe4::tensor::{Groups, Nvfp4};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The same weights under a shorter borrow.
-fn shorten<'short, 'long: 'short>(w: WeightOperand<'long, Host>) -> WeightOperand<'short, Host> {
+/// The same weights under a shorter borrow, but for what the fault does to them.
+fn spoil_weights<'short, 'long: 'short>(
+    fault: Fault,
+    w: WeightOperand<'long, Host>,
+) -> WeightOperand<'short, Host> {
     match w {
         WeightOperand::Bf16(w) => WeightOperand::Bf16(w.into_iter().collect()),
-        WeightOperand::Nvfp4(Nvfp4 { codes, scales, amax }) => {
-            WeightOperand::Nvfp4(Nvfp4 { codes, scales, amax })
+        WeightOperand::Nvfp4 { packed, unpacked: Some(values) }
+            if fault == Fault::UnpackedWeightScaleIgnored =>
+        {
+            WeightOperand::Bf16(Host::split(values, packed.amax.len()))
         }
+        WeightOperand::Nvfp4 { packed: Nvfp4 { codes, scales, amax }, unpacked } => {
+            WeightOperand::Nvfp4 { packed: Nvfp4 { codes, scales, amax }, unpacked }
+        }
+    }
+}
+
+/// The amaxes that a faulty product takes for those of its operand. One of [`RANGE`] has the scale 1.
+fn spoil_unpacked(fault: Fault, operand: &Operand<'_, Host>) -> Vec<f32> {
+    let amax = operand.amax().unwrap_or_default();
+    match (operand, fault) {
+        (Operand::Unpacked(_), Fault::UnpackedScaleIgnored) => vec![RANGE; amax.len()],
+        _ => amax.to_vec(),
+    }
+}
+
+/// The same operand with other amaxes.
+fn with_amax<'short, 'long: 'short>(
+    operand: Operand<'long, Host>,
+    amax: &'short [f32],
+) -> Operand<'short, Host> {
+    match operand {
+        Operand::Bf16(x) => Operand::Bf16(x),
+        Operand::Nvfp4(Nvfp4 { codes, scales, .. }) => Operand::Nvfp4(Nvfp4 { codes, scales, amax }),
+        Operand::Unpacked(Unpacked { values, .. }) => Operand::Unpacked(Unpacked { values, amax }),
     }
 }
 
@@ -62,18 +92,13 @@ pub(super) fn gemm<B: Backend<Memory = Host>>(
     let bias = bias
         .filter(|_| fault != Fault::BiasIgnored)
         .map(|Bias { bias, prob }| Bias { bias, prob: prob.filter(|_| fault != Fault::BiasNotScaled) });
-    let amax = match (&a, fault) {
-        (Operand::Nvfp4(q), Fault::FirstExpertsScale) => vec![q.amax[0]; q.amax.len()],
-        (Operand::Nvfp4(q), _) => q.amax.to_vec(),
-        _ => vec![],
-    };
-    let a = match a {
-        Operand::Nvfp4(Nvfp4 { codes, scales, .. }) => {
-            Operand::Nvfp4(Nvfp4 { codes, scales, amax: &amax[..] })
-        }
-        Operand::Bf16(x) => Operand::Bf16(x),
-    };
-    inner.grouped_gemm(GroupedGemm { a, w: shorten(w), shape, side, groups, bias, out: &mut *out })?;
+    let mut amax = spoil_unpacked(fault, &a);
+    if let (Fault::FirstExpertsScale, Some(&first)) = (fault, amax.first()) {
+        amax.fill(first);
+    }
+    let a = with_amax(a, &amax);
+    let w = spoil_weights(fault, w);
+    inner.grouped_gemm(GroupedGemm { a, w, shape, side, groups, bias, out: &mut *out })?;
     let first_rows = match calls.compare_exchange(0, groups.rows(), Ordering::Relaxed, Ordering::Relaxed) {
         Ok(_) => groups.rows(),
         Err(rows) => rows,
@@ -104,9 +129,10 @@ pub(super) fn gemm_act<B: Backend<Memory = Host>>(
     pass: GroupedGemmAct<'_, Host>,
 ) -> Result<(), Error> {
     let GroupedGemmAct { x, w1, b1, hidden, ffn, activation, layout, prob, groups, c, h, h_amax } = pass;
+    let amax = spoil_unpacked(fault, &x);
     inner.grouped_gemm_act(GroupedGemmAct {
-        x: x.shorten(),
-        w1: shorten(w1),
+        x: with_amax(x, &amax),
+        w1: spoil_weights(fault, w1),
         b1,
         hidden,
         ffn,
@@ -166,9 +192,10 @@ pub(super) fn gemm_dact<B: Backend<Memory = Host>>(
         dh,
     } = pass;
     let n1 = activation.fc1_rows(ffn);
+    let amax = spoil_unpacked(fault, &dy);
     inner.grouped_gemm_dact(GroupedGemmDact {
-        dy: dy.shorten(),
-        w2: shorten(w2),
+        dy: with_amax(dy, &amax),
+        w2: spoil_weights(fault, w2),
         hidden,
         ffn,
         activation: spoil_activation(fault, activation),
@@ -254,15 +281,16 @@ pub(super) fn wgrad<B: Backend<Memory = Host>>(
     let codes = match &a {
         Operand::Nvfp4(q) if fault == Fault::LastTileIgnored => without_last_tile(q.codes, groups),
         Operand::Nvfp4(q) => q.codes.to_vec(),
-        Operand::Bf16(_) => vec![],
+        Operand::Bf16(_) | Operand::Unpacked(_) => vec![],
     };
+    let amaxes = [spoil_unpacked(fault, &a), spoil_unpacked(fault, &b)];
     let a = match a {
         Operand::Nvfp4(Nvfp4 { scales, amax, .. }) => {
             Operand::Nvfp4(Nvfp4 { codes: &codes[..], scales, amax })
         }
-        Operand::Bf16(x) => Operand::Bf16(x),
+        other => with_amax(other, &amaxes[0]),
     };
-    let b = b.shorten();
+    let b = with_amax(b, &amaxes[1]);
     match buffers {
         GradBuffers::F32(mut dw) => {
             let stale: Vec<_> = dw.iter().map(|dw| dw.to_vec()).collect();

@@ -124,7 +124,7 @@ pub(super) fn not_zero(out: &StepOut) -> Outcome {
 }
 
 /// Every traced tensor of two steps, bit by bit.
-fn same_trace(expected: &StepOut, got: &StepOut) -> Outcome {
+pub(super) fn same_trace(expected: &StepOut, got: &StepOut) -> Outcome {
     let names = |out: &StepOut| out.trace.tensors.iter().map(|t| t.name.clone()).collect::<Vec<_>>();
     if names(expected) != names(got) {
         return Err(Failure::new("the two runs traced different tensors"));

@@ -12,6 +12,7 @@ mod golden_mlp_stages;
 mod golden_other;
 mod golden_quantize;
 mod invariants;
+mod operands;
 mod properties;
 mod quantizers;
 mod rows;
@@ -106,6 +107,10 @@ pub fn all<B: Backend>() -> Vec<Check<B>> {
         check("dequantize/rows of nobody", dequantize::rows_of_nobody),
         check("dequantize/overflow and NaN", dequantize::overflow),
         check("dequantize/weights", dequantize::weights),
+        products("operands/unpacked, grouped_gemm", operands::gemm),
+        products("operands/unpacked, epilogues", operands::epilogues),
+        products("operands/unpacked, grouped_wgrad", operands::wgrad),
+        products("operands/unpacked, the whole operator", operands::operator),
         products("invariant 2/recompute on equals off", invariants::recompute),
         products("invariant 2/partial needs and separate amaxes", invariants::needs_and_separate_pass),
         products("invariant 3/epilogue amaxes equal their pass", invariants::epilogue_amaxes),

@@ -1,6 +1,7 @@
 //! The work that the operator does not do: bounds instead of amaxes, passes left out, bytes counted.
 
 use super::invariants::{Inputs, not_zero};
+use crate::alter::{Altered, UnpackedOperands};
 use crate::compare::{alive, bf16_bits, bytes, f32_bits};
 use crate::drive::{Step, StepOut};
 use crate::report::{Failure, InCase, Outcome};
@@ -187,22 +188,52 @@ pub(super) fn passes_left_out<B: Backend>(b: &B) -> Outcome {
 
 /// The ledger's bytes of quantization against sums written out here from the shapes.
 pub(super) fn counted_bytes<B: Backend>(b: &B) -> Outcome {
+    for unpacked in [false, true] {
+        let b = Altered { inner: b, alteration: UnpackedOperands(unpacked) };
+        counted_bytes_of(&b, unpacked).in_case(format!("unpacked operands: {unpacked}"))?;
+    }
+    Ok(())
+}
+
+fn counted_bytes_of<B: Backend>(b: &B, unpacked: bool) -> Outcome {
     let inputs = Inputs::new(config(Activation::SWIGLU), &SPLITS, ROWS, 9);
     let entries = passes(b, &inputs.step())?;
     let (t, tp, e) = (ROWS as u64, (64 + 48 + 96) as u64, SPLITS.len() as u64);
-    let quantized = |cols: u64| Work {
-        read: t * cols * 2 + 2 * e * 4,
-        written: (t + tp) * cols / 2 + (t + tp) * cols / 16,
-        flops: 0,
+    // A copy that waits for the backward is never unpacked.
+    let quantized = |cols: u64, waits: bool| {
+        let values = if waits { t } else { t + tp };
+        Work {
+            read: t * cols * 2 + 2 * e * 4,
+            written: (t + tp) * cols / 2 + (t + tp) * cols / 16 + unpacked as u64 * values * cols * 2,
+            flops: 0,
+        }
     };
     let found: Vec<Work> =
         entries.iter().filter(|entry| entry.name == BOTH).map(|entry| entry.work).collect();
     let (hidden, ffn) = (HIDDEN as u64, FFN as u64);
-    let expected = [quantized(hidden), quantized(ffn), quantized(hidden), quantized(2 * ffn)];
+    let expected =
+        [quantized(hidden, true), quantized(ffn, true), quantized(hidden, false), quantized(2 * ffn, false)];
     if found != expected {
         return Err(Failure::new(format!(
             "quantization of x, h, dy, dc: expected {expected:?}, got {found:?}"
         )));
+    }
+    // What the products read: operands, weights, c and probabilities, each once.
+    let form = |rows: u64, k: u64, unpacked: bool| {
+        e * 4 + if unpacked { rows * k * 2 } else { rows * k / 2 + rows * k / 16 }
+    };
+    let operand = |rows, k| form(rows, k, unpacked);
+    let read = [
+        operand(t, hidden) + operand(e * 2 * ffn, hidden) + t * 4,
+        operand(t, ffn) + operand(e * hidden, ffn),
+        operand(t, hidden) + operand(e * hidden, ffn) + t * (2 * ffn * 2 + 4),
+        operand(hidden, tp) + form(ffn, tp, false),
+        operand(2 * ffn, tp) + form(hidden, tp, false),
+        operand(t, 2 * ffn) + operand(e * 2 * ffn, hidden),
+    ];
+    let products: Vec<u64> = entries.iter().filter(|e| e.work.flops > 0).map(|e| e.work.read).collect();
+    if products != read {
+        return Err(Failure::new(format!("bytes read by products: expected {read:?}, got {products:?}")));
     }
     let flops: u64 = entries.iter().map(|entry| entry.work.flops).sum();
     // FC1 and FC2, each once forward and twice backward.

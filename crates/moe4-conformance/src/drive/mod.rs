@@ -16,8 +16,9 @@ pub use quantize::{Cast, Copy, Quantize, amax, hadamard_amax, quantize_weights, 
 pub use rows::{BiasGrad, permute, unpermute};
 
 use half::bf16;
-use moe4::kernels::contract::{Operand, WeightOperand};
+use moe4::kernels::contract::{Operand, Unpacked, WeightOperand};
 use moe4::kernels::{Backend, Buffer, Element, Error, Memory, View};
+use moe4::numerics::{BLOCK, scale};
 use moe4::tensor::Nvfp4;
 
 /// A quantized operand on the host.
@@ -54,28 +55,50 @@ pub enum Side {
     Bf16(Vec<bf16>),
     /// Quantized.
     Nvfp4(Packed),
+    /// Quantized, with its BF16 values. An operand is given as these alone, weights as both.
+    Unpacked(Packed, Vec<bf16>),
 }
+
+type UploadedPacked<M> = Nvfp4<Buffer<M, u8>, Buffer<M, f32>>;
 
 enum Uploaded<M: Memory> {
     Bf16(Buffer<M, bf16>),
-    Nvfp4(Nvfp4<Buffer<M, u8>, Buffer<M, f32>>),
+    Nvfp4(UploadedPacked<M>),
+    Unpacked(UploadedPacked<M>, Buffer<M, bf16>),
 }
 
 impl Side {
+    /// A quantized side with the BF16 values of its codes; another is left as it is.
+    pub fn unpacked(self) -> Self {
+        let Side::Nvfp4(q) = self else { return self };
+        let codes = crate::compare::unpack(&q.codes).into_iter().enumerate();
+        let values = codes.map(|(i, code)| scale::unpacked(code, q.scales[i / BLOCK])).collect();
+        Side::Unpacked(q, values)
+    }
+
+    /// The packed form of a quantized side.
+    pub fn packed(&self) -> Option<&Packed> {
+        match self {
+            Side::Bf16(_) => None,
+            Side::Nvfp4(q) | Side::Unpacked(q, _) => Some(q),
+        }
+    }
+
     fn upload<B: Backend>(&self, b: &B) -> Result<Uploaded<B::Memory>, Error> {
         Ok(match self {
             Side::Bf16(x) => Uploaded::Bf16(b.upload(x)?),
-            Side::Nvfp4(q) => Uploaded::Nvfp4(Nvfp4 {
-                codes: b.upload(&q.codes)?,
-                scales: b.upload(&q.scales)?,
-                amax: b.upload(&q.amax)?,
-            }),
+            Side::Nvfp4(q) => Uploaded::Nvfp4(upload_packed(b, q)?),
+            Side::Unpacked(q, values) => Uploaded::Unpacked(upload_packed(b, q)?, b.upload(values)?),
         })
     }
 }
 
+fn upload_packed<B: Backend>(b: &B, q: &Packed) -> Result<UploadedPacked<B::Memory>, Error> {
+    Ok(Nvfp4 { codes: b.upload(&q.codes)?, scales: b.upload(&q.scales)?, amax: b.upload(&q.amax)? })
+}
+
 impl<M: Memory> Uploaded<M> {
-    fn packed(q: &Nvfp4<Buffer<M, u8>, Buffer<M, f32>>) -> Nvfp4<View<'_, M, u8>, View<'_, M, f32>> {
+    fn packed(q: &UploadedPacked<M>) -> Nvfp4<View<'_, M, u8>, View<'_, M, f32>> {
         Nvfp4 { codes: M::view(&q.codes), scales: M::view(&q.scales), amax: M::view(&q.amax) }
     }
 
@@ -83,13 +106,19 @@ impl<M: Memory> Uploaded<M> {
         match self {
             Uploaded::Bf16(x) => Operand::Bf16(M::view(x)),
             Uploaded::Nvfp4(q) => Operand::Nvfp4(Self::packed(q)),
+            Uploaded::Unpacked(q, values) => {
+                Operand::Unpacked(Unpacked { values: M::view(values), amax: M::view(&q.amax) })
+            }
         }
     }
 
     fn weights(&self, experts: usize) -> WeightOperand<'_, M> {
         match self {
             Uploaded::Bf16(x) => WeightOperand::Bf16(M::split(M::view(x), experts)),
-            Uploaded::Nvfp4(q) => WeightOperand::Nvfp4(Self::packed(q)),
+            Uploaded::Nvfp4(q) => WeightOperand::Nvfp4 { packed: Self::packed(q), unpacked: None },
+            Uploaded::Unpacked(q, values) => {
+                WeightOperand::Nvfp4 { packed: Self::packed(q), unpacked: Some(M::view(values)) }
+            }
         }
     }
 }

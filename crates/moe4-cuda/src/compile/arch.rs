@@ -62,6 +62,12 @@ impl Arch {
     pub fn number(self) -> u32 {
         self.major * 10 + self.minor
     }
+
+    /// Whether its matrix unit takes operands from shared memory and knows no FP4 (Hopper): BF16 values that lie in memory
+    /// go there by a copy engine, packed codes through registers.
+    pub fn has_wgmma(self) -> bool {
+        self.number() == 90
+    }
 }
 
 impl fmt::Display for Arch {

@@ -172,6 +172,9 @@ pub enum Operand<'a, M: Memory> {
     Bf16(View<'a, M, bf16>),
     /// Rowwise for fprop and dgrad, columnwise for wgrad.
     Nvfp4(Nvfp4<View<'a, M, u8>, View<'a, M, f32>>),
+    /// The same operand with its BF16 values already in memory, in the logical shape of the packed form. A product
+    /// gives the same bytes for either.
+    Unpacked(Unpacked<'a, M>),
 }
 
 impl<M: Memory> Clone for Operand<'_, M> {
@@ -181,12 +184,32 @@ impl<M: Memory> Clone for Operand<'_, M> {
 }
 impl<M: Memory> Copy for Operand<'_, M> {}
 
+/// A quantized operand as a BF16 matrix unit takes it: [`Cast::unpacked`] and the amaxes that its copy was made with.
+pub struct Unpacked<'a, M: Memory> {
+    /// `[T, k]` rowwise, `[n, Tp]` columnwise: `code · f32(block scale)`, without the global scale.
+    pub values: View<'a, M, bf16>,
+    /// `[E]`: gives the global scale, as for a packed operand.
+    pub amax: View<'a, M, f32>,
+}
+
+impl<M: Memory> Clone for Unpacked<'_, M> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<M: Memory> Copy for Unpacked<'_, M> {}
+
 /// The weight side of a product.
 pub enum WeightOperand<'a, M: Memory> {
     /// One unquantized `[n, k]` view an expert.
     Bf16(Vec<View<'a, M, bf16>>),
-    /// As written by [`QuantizeWeights`].
-    Nvfp4(Nvfp4<View<'a, M, u8>, View<'a, M, f32>>),
+    /// As written by [`QuantizeWeights`]. Both forms hold the same values: a backend reads either.
+    Nvfp4 {
+        /// Codes `[E, n, k/2]`, scales `[E, n, k/16]`, amaxes `[E]`.
+        packed: Nvfp4<View<'a, M, u8>, View<'a, M, f32>>,
+        /// `[E, n, k]`: `code · f32(block scale)`.
+        unpacked: Option<View<'a, M, bf16>>,
+    },
 }
 
 /// `out = a · W[e]`, each expert's rows with its own weight; BF16 output.
@@ -303,9 +326,9 @@ pub struct GroupedGemmDact<'a, M: Memory> {
 
 /// `dW[e] (+)= aᵀ · b` over each expert's tokens.
 pub struct GroupedWgrad<'a, M: Memory> {
-    /// Output side: columnwise `[n, Tp]`, or BF16 `[T, n]`.
+    /// Output side: columnwise `[n, Tp]`, packed or unpacked, or BF16 `[T, n]`.
     pub a: Operand<'a, M>,
-    /// Input side: columnwise `[k, Tp]`, or BF16 `[T, k]`.
+    /// Input side: columnwise `[k, Tp]`, packed or unpacked whatever `a` is, or BF16 `[T, k]`.
     pub b: Operand<'a, M>,
     /// Shape of a weight gradient.
     pub shape: WeightShape,
@@ -437,6 +460,18 @@ impl<'a, M: Memory> Operand<'a, M> {
                 scales: M::shorten(scales),
                 amax: M::shorten(amax),
             }),
+            Operand::Unpacked(Unpacked { values, amax }) => {
+                Operand::Unpacked(Unpacked { values: M::shorten(values), amax: M::shorten(amax) })
+            }
+        }
+    }
+
+    /// The amaxes of a quantized operand.
+    pub fn amax(&self) -> Option<View<'a, M, f32>> {
+        match self {
+            Operand::Bf16(_) => None,
+            Operand::Nvfp4(q) => Some(q.amax),
+            Operand::Unpacked(u) => Some(u.amax),
         }
     }
 
@@ -456,6 +491,10 @@ impl<'a, M: Memory> Operand<'a, M> {
                 expect_len(kernel, name, &[rows, k / BLOCK], M::len(&q.scales))?;
                 expect_len(kernel, name, &[experts], M::len(&q.amax))
             }
+            Operand::Unpacked(u) => {
+                expect_len(kernel, name, &nvfp4, M::len(&u.values))?;
+                expect_len(kernel, name, &[experts], M::len(&u.amax))
+            }
         }
     }
 }
@@ -470,12 +509,15 @@ impl<M: Memory> WeightOperand<'_, M> {
     ) -> Checked {
         match self {
             WeightOperand::Bf16(w) => check_experts::<M>(kernel, name, w, n, k, experts),
-            WeightOperand::Nvfp4(q) => {
+            WeightOperand::Nvfp4 { packed, unpacked } => {
                 multiple_of_block("rows of a quantized weight", n)?;
                 multiple_of_block("columns of a quantized weight", k)?;
-                expect_len(kernel, name, &[experts, n, k / 2], M::len(&q.codes))?;
-                expect_len(kernel, name, &[experts, n, k / BLOCK], M::len(&q.scales))?;
-                expect_len(kernel, name, &[experts], M::len(&q.amax))
+                expect_len(kernel, name, &[experts, n, k / 2], M::len(&packed.codes))?;
+                expect_len(kernel, name, &[experts, n, k / BLOCK], M::len(&packed.scales))?;
+                if let Some(values) = unpacked {
+                    expect_len(kernel, name, &[experts, n, k], M::len(values))?;
+                }
+                expect_len(kernel, name, &[experts], M::len(&packed.amax))
             }
         }
     }
@@ -655,7 +697,7 @@ impl<M: Memory> GroupedWgrad<'_, M> {
         if matches!(self.a, Operand::Bf16(_)) != matches!(self.b, Operand::Bf16(_)) {
             return Err(Misuse::Conflict {
                 what: "grouped_wgrad",
-                conflict: "expected both operands in BF16 or both in NVFP4, got one of each".into(),
+                conflict: "expected both operands in BF16 or both quantized, got one of each".into(),
                 fix: "quantize both along tokens, or neither",
             });
         }

@@ -15,15 +15,20 @@ impl<M: Memory> Operand<'_, M> {
         match self {
             Operand::Bf16(x) => M::len(x) * 2,
             Operand::Nvfp4(q) => M::len(&q.codes) + M::len(&q.scales) + M::len(&q.amax) * 4,
+            Operand::Unpacked(u) => M::len(&u.values) * 2 + M::len(&u.amax) * 4,
         }
     }
 }
 
 impl<M: Memory> WeightOperand<'_, M> {
+    /// Of one form: where there are BF16 values, they are what is read.
     fn bytes(&self) -> usize {
         match self {
             WeightOperand::Bf16(w) => w.iter().map(|w| M::len(w) * 2).sum(),
-            WeightOperand::Nvfp4(q) => Operand::<M>::Nvfp4(*q).bytes(),
+            WeightOperand::Nvfp4 { packed, unpacked: None } => Operand::<M>::Nvfp4(*packed).bytes(),
+            WeightOperand::Nvfp4 { packed, unpacked: Some(values) } => {
+                Operand::<M>::Unpacked(Unpacked { values: *values, amax: packed.amax }).bytes()
+            }
         }
     }
 }

@@ -36,6 +36,10 @@ pub struct Capabilities {
     pub bf16: bool,
     /// Stochastic rounding of gradients.
     pub stochastic_rounding: bool,
+    /// Products are fastest on unpacked operands, so the operator lets quantization write them: BF16 values of every copy
+    /// that a product reads at once, and of the weights for as long as they are prepared (2 B an element more). Results
+    /// are the same either way, and every backend with products takes both forms.
+    pub unpacked_operands: bool,
     /// `grouped_gemm`, `grouped_gemm_act`, `grouped_gemm_dact`, `grouped_wgrad` and `grouped_bias_grad`. A backend
     /// without them quantizes, dequantizes and permutes; these five passes and the operator give [`Unsupported`].
     pub products: bool,

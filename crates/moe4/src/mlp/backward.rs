@@ -3,7 +3,7 @@
 use super::config::{GradientRounding, Precision};
 use super::plan::{OperandPlan, Phase};
 use super::quantize::{Amaxes, Copies, Grouped, quantize};
-use super::saved::{Saved, SavedTensor};
+use super::saved::{OwnedOperand, Saved, SavedTensor};
 use super::trace::Trace;
 use super::{GroupedMlp, WeightGrad};
 use crate::kernels::contract::{GroupedBiasGrad, GroupedGemm, GroupedGemmDact, GroupedWgrad, Operand, Side};
@@ -196,7 +196,8 @@ impl GroupedMlp {
             _ => None,
         };
         let h = match (&saved.h, &packed_h, &rebuilt_h) {
-            (SavedTensor::Columnwise(q), ..) | (_, Some(q), _) => Operand::Nvfp4(q.view()),
+            (SavedTensor::Columnwise(q), ..) => Operand::Nvfp4(q.view()),
+            (_, Some(q), _) => q.view(),
             (SavedTensor::Bf16(h), ..) | (_, _, Some(h)) => Operand::Bf16(B::Memory::view(h)),
             _ => return Err(not_saved("h")),
         };
@@ -283,15 +284,9 @@ fn quantize_gradient<B: Backend>(
 }
 
 fn rowwise_or<'a, M: Memory>(copies: &'a Option<Copies<M>>, plain: View<'a, M, bf16>) -> Operand<'a, M> {
-    copies
-        .as_ref()
-        .and_then(|c| c.rowwise.as_ref())
-        .map_or(Operand::Bf16(plain), |q| Operand::Nvfp4(q.view()))
+    copies.as_ref().and_then(|c| c.rowwise.as_ref()).map_or(Operand::Bf16(plain), OwnedOperand::view)
 }
 
 fn columnwise_or<'a, M: Memory>(copies: &'a Option<Copies<M>>, plain: View<'a, M, bf16>) -> Operand<'a, M> {
-    copies
-        .as_ref()
-        .and_then(|c| c.columnwise.as_ref())
-        .map_or(Operand::Bf16(plain), |q| Operand::Nvfp4(q.view()))
+    copies.as_ref().and_then(|c| c.columnwise.as_ref()).map_or(Operand::Bf16(plain), OwnedOperand::view)
 }

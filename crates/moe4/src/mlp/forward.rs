@@ -3,7 +3,7 @@
 use super::config::Needs;
 use super::plan::{Phase, SavedAs};
 use super::quantize::{Amaxes, Grouped, quantize};
-use super::saved::{Saved, SavedTensor};
+use super::saved::{OwnedOperand, Saved, SavedTensor};
 use super::trace::Trace;
 use super::weights::PreparedWeights;
 use super::{GroupedMlp, Precision};
@@ -85,7 +85,7 @@ impl GroupedMlp {
         };
         backend.grouped_gemm_act(GroupedGemmAct {
             x: match x_copies.as_ref().and_then(|c| c.rowwise.as_ref()) {
-                Some(q) => Operand::Nvfp4(q.view()),
+                Some(q) => q.view(),
                 None => Operand::Bf16(B::Memory::shorten(x)),
             },
             w1: weights.w1.operand(),
@@ -115,7 +115,7 @@ impl GroupedMlp {
         let mut y = backend.empty::<bf16>(t * hidden)?;
         backend.grouped_gemm(GroupedGemm {
             a: match h_copies.as_ref().and_then(|c| c.rowwise.as_ref()) {
-                Some(q) => Operand::Nvfp4(q.view()),
+                Some(q) => q.view(),
                 None => Operand::Bf16(B::Memory::view(&h)),
             },
             w: weights.w2.operand(),
@@ -134,12 +134,12 @@ impl GroupedMlp {
         }
 
         let saved_x = match (plan.saved_x, x_copies.and_then(|c| c.columnwise)) {
-            (SavedAs::Columnwise, Some(q)) => SavedTensor::Columnwise(q),
+            (SavedAs::Columnwise, Some(OwnedOperand::Nvfp4(q))) => SavedTensor::Columnwise(q),
             (SavedAs::Bf16, _) => SavedTensor::Bf16(backend.duplicate(x)?),
             _ => SavedTensor::Nothing,
         };
         let saved_h = match (plan.saved_h, h_copies.and_then(|c| c.columnwise), h_amaxes) {
-            (SavedAs::Columnwise, Some(q), _) => SavedTensor::Columnwise(q),
+            (SavedAs::Columnwise, Some(OwnedOperand::Nvfp4(q)), _) => SavedTensor::Columnwise(q),
             (SavedAs::Amax, _, Some(amaxes)) => SavedTensor::Amax(amaxes.columnwise()),
             (SavedAs::Bf16, ..) => SavedTensor::Bf16(h),
             _ => SavedTensor::Nothing,

@@ -20,6 +20,10 @@ pub struct SavedBytes {
 
 impl Plan {
     /// The work of one planned pass over `rows`. Weight gradients are taken as overwritten FP32 buffers.
+    ///
+    /// Operands are taken as packed. A plan is made without a backend; on one that asks for
+    /// [unpacked operands](crate::kernels::Capabilities::unpacked_operands) quantization writes 2 B an element more, and
+    /// products read 2 B an element, except for what was saved. A [`Ledger`](crate::kernels::Ledger) counts what moved.
     pub fn work(&self, pass: &PlannedPass, rows: Rows) -> Work {
         let c = &self.config;
         let (hidden, ffn, n1) = (c.hidden, c.ffn, c.fc1_rows());

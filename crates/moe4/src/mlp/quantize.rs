@@ -1,7 +1,7 @@
 //! Amaxes and quantized copies of one tensor, as its [`OperandPlan`] says.
 
 use super::plan::{AmaxSource, CopyPlan, OperandPlan, Phase};
-use super::saved::Packed;
+use super::saved::{OwnedOperand, Packed};
 use super::trace::Trace;
 use crate::kernels::contract::{
     AmaxOut, Cast, ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize, RhtAmax,
@@ -85,13 +85,16 @@ impl<M: Memory> Amaxes<M> {
     }
 }
 
-/// The copies made in one phase.
+/// The copies made in one phase, each in the form in which a product reads it.
 pub(super) struct Copies<M: Memory> {
-    pub(super) rowwise: Option<Packed<M>>,
-    pub(super) columnwise: Option<Packed<M>>,
+    pub(super) rowwise: Option<OwnedOperand<M>>,
+    pub(super) columnwise: Option<OwnedOperand<M>>,
 }
 
 /// Quantizes `x` in the directions that `plan` makes in `phase`.
+///
+/// On a backend that asks for unpacked operands, a copy that a product of this phase reads is left as its BF16 values;
+/// a columnwise copy of the forward waits for the backward and stays packed, so that what is saved does not grow.
 pub(super) fn quantize<B: Backend>(
     backend: &B,
     plan: &OperandPlan,
@@ -105,45 +108,68 @@ pub(super) fn quantize<B: Backend>(
     let (rowwise_plan, columnwise_plan) = (made(plan.rowwise), made(plan.columnwise));
     let rowwise_shape = OperandShape { rows: x.groups.rows(), k: x.cols };
     let columnwise_shape = OperandShape { rows: x.cols, k: x.groups.padded_rows() };
-    let allocate = |shape: OperandShape, amax: &Buffer<B::Memory, f32>| -> Result<Packed<B::Memory>, Error> {
-        Ok(Packed(Nvfp4 {
+    let unpack = backend.capabilities().unpacked_operands;
+    let allocate = |shape: OperandShape, amax: &Buffer<B::Memory, f32>, unpack: bool| -> Result<_, Error> {
+        let packed = Nvfp4 {
             codes: backend.empty(shape.code_bytes())?,
             scales: backend.empty(shape.scale_bytes())?,
             amax: backend.duplicate(B::Memory::view(amax))?,
-        }))
+        };
+        let unpacked = unpack.then(|| backend.empty::<bf16>(shape.rows * shape.k)).transpose()?;
+        Ok(Written { packed: Packed(packed), unpacked })
     };
-    let mut rowwise = rowwise_plan.map(|_| allocate(rowwise_shape, &amaxes.rowwise)).transpose()?;
+    let mut rowwise = rowwise_plan.map(|_| allocate(rowwise_shape, &amaxes.rowwise, unpack)).transpose()?;
+    let unpack = unpack && phase == Phase::Backward;
     let mut columnwise =
-        columnwise_plan.map(|_| allocate(columnwise_shape, amaxes.of_columnwise())).transpose()?;
+        columnwise_plan.map(|_| allocate(columnwise_shape, amaxes.of_columnwise(), unpack)).transpose()?;
     let [row_rounding, col_rounding] = rounding;
     if rowwise.is_some() || columnwise.is_some() {
         backend.group_quantize(GroupQuantize {
             x: B::Memory::shorten(x.data),
             cols: x.cols,
             groups: x.groups,
-            rowwise: rowwise.as_mut().map(|q| cast(q, row_rounding)),
+            rowwise: rowwise.as_mut().map(|q| q.cast(row_rounding)),
             columnwise: columnwise
                 .as_mut()
                 .zip(columnwise_plan)
-                .map(|(q, plan)| ColumnwiseCast { rht: plan.rht, cast: cast(q, col_rounding) }),
+                .map(|(q, plan)| ColumnwiseCast { rht: plan.rht, cast: q.cast(col_rounding) }),
         })?;
     }
     if let Some(trace) = trace {
         trace_copy(backend, trace, x.name, "", rowwise_shape, &rowwise)?;
         trace_copy(backend, trace, x.name, "_col", columnwise_shape, &columnwise)?;
     }
-    Ok(Copies { rowwise, columnwise })
+    Ok(Copies {
+        rowwise: rowwise.map(Written::into_operand),
+        columnwise: columnwise.map(Written::into_operand),
+    })
 }
 
-fn cast<M: Memory>(q: &mut Packed<M>, rounding: Rounding) -> Cast<'_, M> {
-    let Nvfp4 { codes, scales, amax } = &mut q.0;
-    Cast {
-        amax: M::view(amax),
-        rounding,
-        layout: ScaleLayout::Plain,
-        codes: M::view_mut(codes),
-        scales: M::view_mut(scales),
-        unpacked: None,
+/// A copy as `group_quantize` writes it.
+struct Written<M: Memory> {
+    packed: Packed<M>,
+    unpacked: Option<Buffer<M, bf16>>,
+}
+
+impl<M: Memory> Written<M> {
+    fn cast(&mut self, rounding: Rounding) -> Cast<'_, M> {
+        let Nvfp4 { codes, scales, amax } = &mut self.packed.0;
+        Cast {
+            amax: M::view(amax),
+            rounding,
+            layout: ScaleLayout::Plain,
+            codes: M::view_mut(codes),
+            scales: M::view_mut(scales),
+            unpacked: self.unpacked.as_mut().map(M::view_mut),
+        }
+    }
+
+    /// One form is enough: codes and scales go where there are values.
+    fn into_operand(self) -> OwnedOperand<M> {
+        match self.unpacked {
+            Some(values) => OwnedOperand::Unpacked { values, amax: self.packed.0.amax },
+            None => OwnedOperand::Nvfp4(self.packed),
+        }
     }
 }
 
@@ -153,10 +179,10 @@ fn trace_copy<B: Backend>(
     name: &str,
     suffix: &str,
     OperandShape { rows, k }: OperandShape,
-    copy: &Option<Packed<B::Memory>>,
+    copy: &Option<Written<B::Memory>>,
 ) -> Result<(), Error> {
     let Some(q) = copy else { return Ok(()) };
-    let q = q.view();
+    let q = q.packed.view();
     let experts = B::Memory::len(&q.amax);
     trace.add(backend, format!("{name}_fp4{suffix}"), &[rows, k / 2], q.codes)?;
     trace.add(backend, format!("{name}_scale{suffix}"), &[rows, k / BLOCK], q.scales)?;

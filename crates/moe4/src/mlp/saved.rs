@@ -2,6 +2,7 @@
 
 use super::plan::Plan;
 use super::weights::PreparedWeights;
+use crate::kernels::contract::{Operand, Unpacked};
 use crate::kernels::{Buffer, Element, Memory, View};
 use crate::tensor::Nvfp4;
 use half::bf16;
@@ -18,6 +19,24 @@ impl<M: Memory> Packed<M> {
 
     fn bytes(&self) -> usize {
         bytes::<M, _>(&self.0.codes) + bytes::<M, _>(&self.0.scales) + bytes::<M, _>(&self.0.amax)
+    }
+}
+
+/// A quantized operand of a product, owned.
+#[derive(Debug)]
+pub(super) enum OwnedOperand<M: Memory> {
+    Nvfp4(Packed<M>),
+    Unpacked { values: Buffer<M, bf16>, amax: Buffer<M, f32> },
+}
+
+impl<M: Memory> OwnedOperand<M> {
+    pub(super) fn view(&self) -> Operand<'_, M> {
+        match self {
+            OwnedOperand::Nvfp4(q) => Operand::Nvfp4(q.view()),
+            OwnedOperand::Unpacked { values, amax } => {
+                Operand::Unpacked(Unpacked { values: M::view(values), amax: M::view(amax) })
+            }
+        }
     }
 }
 

@@ -30,6 +30,10 @@ pub struct Biases<'a, M: Memory> {
 }
 
 /// Both projections as the products read them. Owned: later changes of the BF16 weights do not reach it.
+///
+/// In NVFP4 a weight takes 0.5625 B an element; on a backend that asks for
+/// [unpacked operands](crate::kernels::Capabilities::unpacked_operands) its BF16 values lie beside the codes, 2 B an
+/// element more, for as long as this lives.
 #[derive(Debug)]
 pub struct PreparedWeights<M: Memory> {
     pub(super) w1: Projection<M>,
@@ -47,14 +51,16 @@ pub(super) struct Projection<M: Memory> {
 
 #[derive(Debug)]
 pub(super) enum Values<M: Memory> {
-    Nvfp4(Packed<M>),
+    Nvfp4 { packed: Packed<M>, unpacked: Option<Buffer<M, bf16>> },
     Bf16(Vec<Buffer<M, bf16>>),
 }
 
 impl<M: Memory> Projection<M> {
     pub(super) fn operand(&self) -> WeightOperand<'_, M> {
         match &self.values {
-            Values::Nvfp4(q) => WeightOperand::Nvfp4(q.view()),
+            Values::Nvfp4 { packed, unpacked } => {
+                WeightOperand::Nvfp4 { packed: packed.view(), unpacked: unpacked.as_ref().map(M::view) }
+            }
             Values::Bf16(experts) => WeightOperand::Bf16(experts.iter().map(M::view).collect()),
         }
     }
@@ -64,7 +70,9 @@ impl<M: Memory> PreparedWeights<M> {
     /// The packed form of `W1` and `W2`; `None` in BF16.
     pub fn nvfp4(&self) -> Option<[PackedView<'_, M>; 2]> {
         match (&self.w1.values, &self.w2.values) {
-            (Values::Nvfp4(w1), Values::Nvfp4(w2)) => Some([w1.view(), w2.view()]),
+            (Values::Nvfp4 { packed: w1, .. }, Values::Nvfp4 { packed: w2, .. }) => {
+                Some([w1.view(), w2.view()])
+            }
             _ => None,
         }
     }
@@ -75,7 +83,7 @@ impl<M: Memory> PreparedWeights<M> {
         let [s1, s2] = mlp.weight_shapes();
         let fits = |p: &Projection<M>, shape| {
             let precision = match p.values {
-                Values::Nvfp4(_) => Precision::Nvfp4,
+                Values::Nvfp4 { .. } => Precision::Nvfp4,
                 Values::Bf16(_) => Precision::Bf16,
             };
             p.shape == shape
@@ -165,15 +173,17 @@ impl GroupedMlp {
                     scales: backend.empty(experts * n * (k / BLOCK))?,
                     amax: backend.empty(experts)?,
                 };
+                let unpack = backend.capabilities().unpacked_operands;
+                let mut unpacked = unpack.then(|| backend.empty(experts * n * k)).transpose()?;
                 backend.quantize_weights(QuantizeWeights {
                     w: w.into_iter().map(B::Memory::shorten).collect(),
                     shape,
                     codes: B::Memory::view_mut(&mut q.codes),
                     scales: B::Memory::view_mut(&mut q.scales),
-                    unpacked: None,
+                    unpacked: unpacked.as_mut().map(B::Memory::view_mut),
                     amax: B::Memory::view_mut(&mut q.amax),
                 })?;
-                Values::Nvfp4(Packed(q))
+                Values::Nvfp4 { packed: Packed(q), unpacked }
             }
         };
         let bias = bias.map(|b| backend.duplicate(b)).transpose()?;

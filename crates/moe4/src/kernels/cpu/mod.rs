@@ -74,6 +74,7 @@ impl Backend for Cpu {
             nvfp4: true,
             bf16: true,
             stochastic_rounding: true,
+            unpacked_operands: false,
             products: true,
         }
     }

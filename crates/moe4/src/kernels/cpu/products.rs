@@ -37,7 +37,9 @@ fn row_problems<'a>(
         let a = Matrix { values: values(a), cols: k, row0, col0: 0, along: Along::Cols };
         let (values, row0) = match w {
             WeightOperand::Bf16(w) => (Values::Bf16(w[e]), 0),
-            WeightOperand::Nvfp4(q) => (Values::Nvfp4 { codes: q.codes, scales: q.scales }, e * shape.n),
+            WeightOperand::Nvfp4 { packed: Nvfp4 { codes, scales, .. }, .. } => {
+                (Values::Nvfp4 { codes, scales }, e * shape.n)
+            }
         };
         Problem { a, b: Matrix { values, cols: shape.k, row0, col0: 0, along }, n, k }
     };
@@ -48,6 +50,7 @@ fn values(operand: HostOperand<'_>) -> Values<'_> {
     match operand {
         Operand::Bf16(x) => Values::Bf16(x),
         Operand::Nvfp4(Nvfp4 { codes, scales, .. }) => Values::Nvfp4 { codes, scales },
+        Operand::Unpacked(u) => Values::Bf16(u.values),
     }
 }
 
@@ -61,17 +64,10 @@ fn alpha(a: Option<&[f32]>, b: Option<&[f32]>, e: usize) -> f32 {
     }
 }
 
-fn amax_of<'a>(operand: &HostOperand<'a>) -> Option<&'a [f32]> {
-    match operand {
-        Operand::Bf16(_) => None,
-        Operand::Nvfp4(q) => Some(q.amax),
-    }
-}
-
 fn weight_amax<'a>(w: &HostWeights<'a>) -> Option<&'a [f32]> {
     match w {
         WeightOperand::Bf16(_) => None,
-        WeightOperand::Nvfp4(q) => Some(q.amax),
+        WeightOperand::Nvfp4 { packed, .. } => Some(packed.amax),
     }
 }
 
@@ -88,7 +84,7 @@ pub(super) fn grouped_gemm(isa: Isa, pass: GroupedGemm<'_, Host>) {
     let blocks = groups.row_blocks(BLOCK_ROWS);
     let outs = carve_rows(out, n, &blocks).into_iter().zip(&blocks);
     let problems = row_problems(groups, a, &w, shape, side);
-    let (a_amax, w_amax) = (amax_of(&a), weight_amax(&w));
+    let (a_amax, w_amax) = (a.amax(), weight_amax(&w));
     run(isa, &problems, tasks(&blocks, outs), |task, block, (out, rows)| {
         let e = task.problem;
         let prob = bias.as_ref().and_then(|b| b.prob).map(|p| &p[rows.rows.clone()]);
@@ -133,7 +129,7 @@ pub(super) fn grouped_gemm_act(isa: Isa, pass: GroupedGemmAct<'_, Host>) {
     let (c, h) = (carve_rows(c, n1, &blocks), carve_rows(h, ffn, &blocks));
     let outs = c.into_iter().zip(h).zip(&blocks);
     let problems = row_problems(groups, x, &w1, WeightShape { n: n1, k: hidden }, Side::Fprop);
-    let (x_amax, w_amax, wanted) = (amax_of(&x), weight_amax(&w1), wanted_amaxes(&h_amax));
+    let (x_amax, w_amax, wanted) = (x.amax(), weight_amax(&w1), wanted_amaxes(&h_amax));
     let found = run(isa, &problems, tasks(&blocks, outs), |task, block, ((c, h), rows)| {
         let e = task.problem;
         let bias = b1.map(|b| &b[e * n1..(e + 1) * n1]);
@@ -173,7 +169,7 @@ pub(super) fn grouped_gemm_dact(isa: Isa, pass: GroupedGemmDact<'_, Host>) {
         .zip(&blocks)
         .map(|(((dc, dprob), (h, dh)), rows)| (DactOut { dc, dprob, h, dh }, rows));
     let problems = row_problems(groups, dy, &w2, WeightShape { n: hidden, k: ffn }, Side::Dgrad);
-    let (dy_amax, w_amax, wanted) = (amax_of(&dy), weight_amax(&w2), wanted_amaxes(&dc_amax));
+    let (dy_amax, w_amax, wanted) = (dy.amax(), weight_amax(&w2), wanted_amaxes(&dc_amax));
     let sum_columns = db1.is_some();
     let found = run(isa, &problems, tasks(&blocks, outs), |task, block, (mut out, rows)| {
         let alpha = alpha(dy_amax, w_amax, task.problem);
@@ -205,7 +201,9 @@ pub(super) fn grouped_wgrad(isa: Isa, pass: GroupedWgrad<'_, Host>) {
     let GroupedWgrad { a, b, shape: WeightShape { n, k }, groups, dw } = pass;
     let side = |operand: HostOperand<'_>, rows: usize, e: usize| match operand {
         Operand::Bf16(_) => (rows, groups.range(e), Along::Rows),
-        Operand::Nvfp4(_) => (groups.padded_rows(), groups.padded_range(e), Along::Cols),
+        Operand::Nvfp4(_) | Operand::Unpacked(_) => {
+            (groups.padded_rows(), groups.padded_range(e), Along::Cols)
+        }
     };
     let matrix = |operand, rows, e| {
         let (cols, tokens, along) = side(operand, rows, e);
@@ -215,7 +213,7 @@ pub(super) fn grouped_wgrad(isa: Isa, pass: GroupedWgrad<'_, Host>) {
     let problem =
         |e: usize| Problem { a: matrix(a, n, e), b: matrix(b, k, e), n: k, k: side(a, n, e).1.len() };
     let problems: Vec<_> = (0..groups.experts()).map(problem).collect();
-    let (a_amax, b_amax) = (amax_of(&a), amax_of(&b));
+    let (a_amax, b_amax) = (a.amax(), b.amax());
     let accumulate = dw.mode == GradMode::Accumulate;
     let live = |e: usize| !(accumulate && groups.range(e).is_empty());
     let factor = |e: usize| alpha(a_amax, b_amax, e);

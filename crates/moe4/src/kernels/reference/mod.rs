@@ -30,6 +30,7 @@ impl Backend for Reference {
             nvfp4: true,
             bf16: true,
             stochastic_rounding: true,
+            unpacked_operands: false,
             products: true,
         }
     }

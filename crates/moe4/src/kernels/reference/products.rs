@@ -1,7 +1,7 @@
 //! Grouped products and their epilogues.
 //!
 //! `mm(a, b)[i, j] = alpha · Σ_k a[i,k] · b[j,k]` in f64: operands are the exact `code · block scale`, `alpha` is the
-//! product of the two global decode scales (1 for BF16 operands). `bf(v)` rounds to f32, then to bf16.
+//! product of the two global decode scales (1 for BF16 operands). An unpacked operand holds `code · block scale` already. `bf(v)` rounds to f32, then to bf16.
 
 use super::quantize::{group_amax, group_amax_rht};
 use super::rows::total;
@@ -44,10 +44,14 @@ fn row_product(
         Operand::Nvfp4(q) => {
             ((0..contraction).map(|i| value(&q, t, i, contraction)).collect(), decode_scale(q.amax[e]))
         }
+        Operand::Unpacked(u) => (
+            (0..contraction).map(|i| u.values[t * contraction + i].to_f64()).collect(),
+            decode_scale(u.amax[e]),
+        ),
     };
     let w_scale = match w {
         WeightOperand::Bf16(_) => 1.0,
-        WeightOperand::Nvfp4(q) => decode_scale(q.amax[e]),
+        WeightOperand::Nvfp4 { packed, .. } => decode_scale(packed.amax[e]),
     };
     // the element of the stored weight [n, k] that meets output column j at contraction index i
     let weight = |j: usize, i: usize| {
@@ -57,7 +61,7 @@ fn row_product(
         };
         match w {
             WeightOperand::Bf16(w) => w[e][row * shape.k + col].to_f64(),
-            WeightOperand::Nvfp4(q) => value(q, e * shape.n + row, col, shape.k),
+            WeightOperand::Nvfp4 { packed, .. } => value(packed, e * shape.n + row, col, shape.k),
         }
     };
     let sum = |j: usize| total((0..contraction).map(|i| a_row[i] * weight(j, i)));
@@ -194,11 +198,9 @@ pub(super) fn grouped_wgrad(pass: GroupedWgrad<'_, Host>) {
     let at = |q: &Operand<'_, Host>, row: usize, position: usize, width: usize| match q {
         Operand::Bf16(x) => x[position * width + row].to_f64(),
         Operand::Nvfp4(q) => value(q, row, position, tp),
+        Operand::Unpacked(u) => u.values[row * tp + position].to_f64(),
     };
-    let scale = |q: &Operand<'_, Host>, e: usize| match q {
-        Operand::Bf16(_) => 1.0,
-        Operand::Nvfp4(q) => decode_scale(q.amax[e]),
-    };
+    let scale = |q: &Operand<'_, Host>, e: usize| q.amax().map_or(1.0, |amax| decode_scale(amax[e]));
     let product = |e: usize, i: usize, j: usize| {
         let tokens = if matches!(a, Operand::Bf16(_)) { groups.range(e) } else { groups.padded_range(e) };
         let sum = total(tokens.map(|t| at(&a, i, t, n) * at(&b, j, t, k)));
