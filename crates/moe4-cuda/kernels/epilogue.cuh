@@ -14,11 +14,24 @@ struct Scales {
     const float* b;
 };
 
-DEVICE float product_alpha(const Scales& scales, u32 expert) {
-    const float a = scales.a ? GlobalScale::from_amax(scales.a[expert]).decode : 1.0f;
-    const float b = scales.b ? GlobalScale::from_amax(scales.b[expert]).decode : 1.0f;
-    return fminf(__double2float_rn(__dmul_rn(a, b)), FLOAT_MAX);
+// Those of one expert, loaded ahead of what is done with them.
+struct ExpertScales {
+    float a, b;
+    bool has_a, has_b;
+
+    __device__ __forceinline__ float alpha() const {
+        const float x = has_a ? GlobalScale::from_amax(a).decode : 1.0f;
+        const float y = has_b ? GlobalScale::from_amax(b).decode : 1.0f;
+        return fminf(__double2float_rn(__dmul_rn(x, y)), FLOAT_MAX);
+    }
+};
+
+DEVICE ExpertScales load_scales(const Scales& scales, u32 expert) {
+    return {scales.a ? __ldg(scales.a + expert) : 0.0f, scales.b ? __ldg(scales.b + expert) : 0.0f,
+            scales.a != nullptr, scales.b != nullptr};
 }
+
+DEVICE float product_alpha(const Scales& scales, u32 expert) { return load_scales(scales, expert).alpha(); }
 
 // Group `group` of 32 columns, rounded: the first lies at column `col` of an output with columns up to `end`. `bias`
 // begins at the output's column 0, or there is none.
@@ -49,26 +62,39 @@ struct PlainOut {
     u32 cols;
 };
 
+// The weight of the bias of each row.
+DEVICE RowValues bias_weights(const PlainOut& out, const FragmentRows& rows) {
+    return out.prob ? load_row_values(out.prob, rows) : RowValues{{1.0f, 1.0f}};
+}
+
 // The fragment's first column is `col`.
 template <u32 N8>
 DEVICE void epilogue_plain(const float (&acc)[N8][4], const FragmentRows& rows, u32 expert, u32 col, float alpha,
-                           const PlainOut& out) {
+                           const RowValues& weight, const PlainOut& out, Slabs slabs) {
     static_assert(N8 % 4 == 0, "whole groups of 32 columns");
     const float* const bias = out.bias ? out.bias + (u64)expert * out.cols : nullptr;
-    const RowValues weight = out.prob ? load_row_values(out.prob, rows) : RowValues{{1.0f, 1.0f}};
 #pragma unroll
     for (u32 group = 0; group < N8 / 4; group++) {
         const u32 first = col + GROUP_COLS * group;
+        if (first >= out.cols) break;
         Words w;
         round_group<N8>(w, acc, group, first, out.cols, alpha, bias, weight);
-        store_words(w, out.out, out.cols, rows, first, out.cols);
+        // Two slabs take turns: whoever writes one has met those who read it at the barrier of the other.
+        const Slab slab = slabs[group % 2];
+        slab.put(w);
+        __syncwarp();
+        slab.store(out.out, out.cols, rows, first, out.cols);
     }
+    __syncwarp();
 }
 
-// Zeros in columns col..end of `rows` rows of a tensor [., cols], by all threads of the block.
+// Threads that have accumulators, the first of a block.
+constexpr u32 EPILOGUE_THREADS = 256;
+
+// Zeros in columns col..end of `rows` rows of a tensor [., cols].
 DEVICE void store_zeros(u16* to, u64 cols, u64 row, u32 rows, u32 col, u32 end) {
     const u32 chunks = (end - col) / 8;
-    for (u32 i = threadIdx.x; i < rows * chunks; i += blockDim.x)
+    for (u32 i = threadIdx.x; i < rows * chunks; i += EPILOGUE_THREADS)
         *reinterpret_cast<uint4*>(to + (row + i / chunks) * cols + col + i % chunks * 8) = make_uint4(0, 0, 0, 0);
 }
 
@@ -76,7 +102,7 @@ DEVICE void store_zeros(u16* to, u64 cols, u64 row, u32 rows, u32 col, u32 end) 
 // two blocks of 8 columns, so that each has 16 bytes of a row.
 template <u32 N8, bool ACCUMULATED>
 DEVICE void epilogue_gradient(const float (&acc)[N8][4], const FragmentRows& rows, u32 col, u32 cols, float alpha,
-                              float* dw) {
+                              float* dw, Slabs) {
     static_assert(N8 % 2 == 0, "blocks of 8 columns by twos");
     const bool odd = lane_of_quad() & 1;
 #pragma unroll
@@ -105,21 +131,28 @@ DEVICE void epilogue_gradient(const float (&acc)[N8][4], const FragmentRows& row
 // The same in BF16: one rounding an update.
 template <u32 N8, bool ACCUMULATED>
 DEVICE void epilogue_gradient(const float (&acc)[N8][4], const FragmentRows& rows, u32 col, u32 cols, float alpha,
-                              u16* dw) {
+                              u16* dw, Slabs slabs) {
     static_assert(N8 % 4 == 0, "whole groups of 32 columns");
 #pragma unroll
     for (u32 group = 0; group < N8 / 4; group++) {
         const u32 first = col + GROUP_COLS * group;
-        Words w = {};
-        if constexpr (ACCUMULATED) load_words(w, dw, cols, rows, first, cols);
+        if (first >= cols) break;
+        const Slab slab = slabs[group % 2];
+        if constexpr (ACCUMULATED) {
+            slab.put(load_pieces(dw, cols, rows, first, cols));
+            __syncwarp();
+        }
 #pragma unroll
         for (u32 half = 0; half < 2; half++)
 #pragma unroll
             for (u32 k = 0; k < 4; k++) {
                 const float (&v)[4] = acc[4 * group + k];
-                w[half][k] = to_bf16x2(__fadd_rn(lower(w[half][k]), __fmul_rn(alpha, v[2 * half])),
-                                       __fadd_rn(upper(w[half][k]), __fmul_rn(alpha, v[2 * half + 1])));
+                const u32 before = ACCUMULATED ? slab.pair(half, k) : 0;
+                slab.pair(half, k) = to_bf16x2(__fadd_rn(lower(before), __fmul_rn(alpha, v[2 * half])),
+                                               __fadd_rn(upper(before), __fmul_rn(alpha, v[2 * half + 1])));
             }
-        store_words(w, dw, cols, rows, first, cols);
+        __syncwarp();
+        slab.store(dw, cols, rows, first, cols);
     }
+    __syncwarp();
 }

@@ -2,7 +2,7 @@
 //
 // The activation reads the rounded c, which is what the backward has. See glu.cuh for which columns a fragment holds.
 //
-// Compile-time choices: ACTIVATION, LAYOUT, AMAX (of h).
+// Compile-time choices: ACTIVATION, LAYOUT, AMAX (of h), SIGN_MASK.
 #pragma once
 #include "epilogue.cuh"
 #include "fragment_amax.cuh"
@@ -18,30 +18,32 @@ struct ActOut {
     AmaxOut h_amax;
 };
 
-// Elementwise, a word of c is gate and up of one feature: feature 4k + t of the 16 in a group. Two blocks' values, k
-// even in the lower half, become a word of h, features 2t and 2t + 1 of 8.
-DEVICE u32 gather_features(u32 pair) {
-    const u32 from = 2 * lane_of_quad() % 4;
-    const u32 a = __shfl_sync(~0u, pair, from, 4), b = __shfl_sync(~0u, pair, from + 1, 4);
-    return permute_bytes(a, b, lane_of_quad() < 2 ? 0x5410 : 0x7632);
-}
-
-// `h` of 32 features from the groups of c that hold them; `second` is of no meaning without an up projection.
-DEVICE void activate(Words& h, const Words& first, const Words& second, const RowValues& prob,
-                     const ActivationParameters& p) {
-    const auto value = [&](float g, float u, u32 half) { return __fmul_rn(evaluate(p, g, u).value, prob.of[half]); };
+// h of 32 features, of which `left` are there, from the two parts of c that hold them, into its slab.
+DEVICE void put_activated(Slab h, FragmentAmax& found, const Words& first, const Words& second, const RowValues& prob,
+                          const FragmentRows& rows, u32 left, const ActivationParameters& p) {
+    const auto value = [&](u32 g, u32 u, u32 half) {
+        return __fmul_rn(evaluate(p, __uint_as_float(g), __uint_as_float(u)).value, prob.of[half]);
+    };
+    constexpr u32 UPPER = 0xFFFF0000u;
 #pragma unroll
     for (u32 half = 0; half < 2; half++)
 #pragma unroll
         for (u32 k = 0; k < 4; k++) {
             if constexpr (GATED && LAYOUT == ELEMENTWISE) {
-                const Words& c = k < 2 ? first : second;
-                const u32 a = c[half][2 * (k % 2)], b = c[half][2 * (k % 2) + 1];
-                h[half][k] =
-                    gather_features(to_bf16x2(value(lower(a), upper(a), half), value(lower(b), upper(b), half)));
+                // A word of c is gate and up of one feature: number 4k + t of its 16.
+                const u32 a = first[half][k], b = second[half][k];
+                u32 word = to_bf16x2(value(a << 16, a & UPPER, half), value(b << 16, b & UPPER, half));
+                if (left <= 16) word &= 0xFFFFu;
+                if (!rows.has(half)) word = 0;
+                found.add(word);
+                u16* const row = reinterpret_cast<u16*>(h.words + (lane_row() + 8 * half) * SLAB_PITCH);
+                row[4 * k + lane_of_quad()] = (u16)word, row[16 + 4 * k + lane_of_quad()] = (u16)(word >> 16);
             } else {
                 const u32 g = first[half][k], u = GATED ? second[half][k] : 0;
-                h[half][k] = to_bf16x2(value(lower(g), lower(u), half), value(upper(g), upper(u), half));
+                u32 word = to_bf16x2(value(g << 16, u << 16, half), value(g & UPPER, u & UPPER, half));
+                if (!rows.has(half) || 8 * k >= left) word = 0;
+                found.add(word);
+                h.pair(half, k) = word;
             }
         }
 }
@@ -49,32 +51,37 @@ DEVICE void activate(Words& h, const Words& first, const Words& second, const Ro
 // The fragment's first feature is `feature`, a multiple of 32.
 template <u32 N8>
 DEVICE void epilogue_act(const float (&acc)[N8][4], const FragmentRows& rows, u32 expert, u32 feature, float alpha,
-                         const ActOut& out) {
+                         const RowValues& prob, const ActOut& out, Slabs slabs) {
     constexpr u32 GROUPS = N8 / 4, FEATURE_GROUPS = GATED ? GROUPS / 2 : GROUPS;
     static_assert(N8 % (GATED ? 8 : 4) == 0, "whole groups of 32 features");
-    const u32 n1 = fc1_columns(out.ffn);
-    const float* const bias = out.b1 ? out.b1 + (u64)expert * n1 : nullptr;
-    const RowValues prob = load_row_values(out.prob, rows), one{{1.0f, 1.0f}};
-    FragmentAmax found(out.h_amax.sign_mask);
+    const float* const bias = out.b1 ? out.b1 + (u64)expert * fc1_columns(out.ffn) : nullptr;
+    const RowValues one{{1.0f, 1.0f}};
+    FragmentAmax found;
 #pragma unroll
     for (u32 p = 0; p < FEATURE_GROUPS; p++) {
         const u32 here = feature + GROUP_COLS * p;
+        if (here >= out.ffn) break;
         const Columns first = first_columns(here, out.ffn), second = second_columns(here, out.ffn);
-        Words gate, up, h;
+        Words gate, up;
         round_group<N8>(gate, acc, first_group(p), first.first, first.end, alpha, bias, one);
-        store_words(gate, out.c, n1, rows, first.first, first.end);
+        slabs[0].put(gate);
         if constexpr (GATED) {
             round_group<N8>(up, acc, second_group(p, GROUPS), second.first, second.end, alpha, bias, one);
-            store_words(up, out.c, n1, rows, second.first, second.end);
+            slabs[1].put(up);
         }
-        activate(h, gate, up, prob, out.activation);
-#pragma unroll
-        for (u32 half = 0; half < 2; half++)
-#pragma unroll
-            for (u32 k = 0; k < 4; k++)
-                if (!rows.has(half) || here + 8 * k >= out.ffn) h[half][k] = 0;
-        store_words(h, out.h, out.ffn, rows, here, out.ffn);
-        found.add(h);
+        put_activated(slabs[2], found, gate, up, prob, rows, out.ffn - here, out.activation);
+        __syncwarp();
+        store_features(slabs, out.c, rows, here, out.ffn);
+        slabs[2].store(out.h, out.ffn, rows, here, out.ffn);
+        found.add_columns(slabs[2], out.h_amax.sign_mask);
+        __syncwarp();
     }
     finish_amax(found, out.h_amax, expert, out.h, out.ffn, rows, feature, GROUP_COLS * FEATURE_GROUPS, out.ffn, 1, 0);
+}
+
+// Zeros in a tile of nobody's rows, `features` features from `feature` on.
+DEVICE void act_nobody(u64 row, u32 rows, u32 feature, u32 features, const ActOut& out) {
+    features = min(features, out.ffn - feature);
+    store_zeros(out.h, out.ffn, row, rows, feature, feature + features);
+    zero_gate_up(out.c, row, rows, feature, features, out.ffn);
 }

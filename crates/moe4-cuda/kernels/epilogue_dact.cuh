@@ -5,7 +5,7 @@
 // and, where asked for, dh itself, h = bf16(act(c) * prob) with the bits of the forward, and dc's amaxes. dprob is left
 // as a sum for each fragment, which sum_slices adds up in order.
 //
-// Compile-time choices: ACTIVATION, LAYOUT, AMAX (of dc).
+// Compile-time choices: ACTIVATION, LAYOUT, AMAX (of dc), SIGN_MASK, H_AGAIN (whether h is written).
 #pragma once
 #include "epilogue.cuh"
 #include "fragment_amax.cuh"
@@ -16,7 +16,7 @@ struct DactOut {
     const float* prob;  // [T]
     u16* dc;            // [T, N1]
     float* dprob;       // [slices, T]: a slice is the features of one fragment
-    u16* h;             // [T, F], or none
+    u16* h;             // [T, F]
     float* dh;          // [T, F], or none
     u64 rows;           // T
     u32 ffn;
@@ -42,45 +42,66 @@ DEVICE PairOfFeatures differentiate(float first, float second, u32 gate, u32 up,
     return out;
 }
 
-// The fragment's first feature is `feature`, a multiple of 32, and it is number `slice` of its row.
+// For diagnosis.
+template <u32 N8>
+DEVICE void store_dh(const float (&acc)[N8][4], u32 group, const FragmentRows& rows, u32 feature, float alpha,
+                     const DactOut& out) {
+#pragma unroll
+    for (u32 k = 0; k < 4; k++)
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            const float (&v)[4] = acc[4 * group + k];
+            if (rows.has(half) && feature + 8 * k < out.ffn)
+                *reinterpret_cast<float2*>(out.dh + rows.row(half) * out.ffn + feature + 8 * k + 2 * lane_of_quad()) =
+                    make_float2(__fmul_rn(alpha, v[2 * half]), __fmul_rn(alpha, v[2 * half + 1]));
+        }
+}
+
+// The fragment's first feature is `feature`, a multiple of 32, and it is number `slice` of its row. `next` is c of its
+// first 32 features; further ones are loaded ahead.
 template <u32 N8>
 DEVICE void epilogue_dact(const float (&acc)[N8][4], const FragmentRows& rows, u32 expert, u32 feature, u32 slice,
-                          float alpha, const DactOut& out) {
+                          float alpha, const RowValues& prob, FeaturePieces next, const DactOut& out, Slabs slabs) {
     static_assert(N8 % 4 == 0, "whole groups of 32 features");
-    const RowValues prob = load_row_values(out.prob, rows);
-    FragmentAmax found(out.dc_amax.sign_mask);
+    FragmentAmax found;
     float sums[2] = {};
 #pragma unroll
     for (u32 group = 0; group < N8 / 4; group++) {
         const u32 here = feature + GROUP_COLS * group;
-        GateUp c, dc;
-        Words h;
-        load_gate_up(c, out.c, rows, here, out.ffn);
+        if (here >= out.ffn) break;
+        put_features(slabs, next);
+        if (group + 1 < N8 / 4) next = load_features(out.c, rows, here + GROUP_COLS, out.ffn);
+        __syncwarp();
 #pragma unroll
         for (u32 k = 0; k < 4; k++)
 #pragma unroll
             for (u32 half = 0; half < 2; half++) {
                 const float (&v)[4] = acc[4 * group + k];
+                const GateUp c = get_features(slabs, half, k);
                 const PairOfFeatures pair =
-                    differentiate(v[2 * half], v[2 * half + 1], c.gate[half][k], GATED ? c.up[half][k] : 0, alpha,
-                                  prob.of[half], out.activation);
+                    differentiate(v[2 * half], v[2 * half + 1], c.gate, c.up, alpha, prob.of[half], out.activation);
                 const bool live = rows.has(half) && here + 8 * k < out.ffn;
-                dc.gate[half][k] = live ? to_bf16x2(pair.dg[0], pair.dg[1]) : 0;
-                if constexpr (GATED) dc.up[half][k] = live ? to_bf16x2(pair.du[0], pair.du[1]) : 0;
-                h[half][k] =
-                    to_bf16x2(__fmul_rn(pair.value[0], prob.of[half]), __fmul_rn(pair.value[1], prob.of[half]));
-                if (live) {
-                    sums[half] = __fadd_rn(sums[half], __fmul_rn(pair.value[0], pair.dh[0]));
-                    sums[half] = __fadd_rn(sums[half], __fmul_rn(pair.value[1], pair.dh[1]));
-                    if (out.dh)
-                        *reinterpret_cast<float2*>(out.dh + rows.row(half) * out.ffn + here + 8 * k +
-                                                   2 * lane_of_quad()) = make_float2(pair.dh[0], pair.dh[1]);
-                }
+                const GateUp dc = {live ? to_bf16x2(pair.dg[0], pair.dg[1]) : 0,
+                                   live && GATED ? to_bf16x2(pair.du[0], pair.du[1]) : 0};
+                set_features(slabs, half, k, dc);
+                found.add(dc.gate);
+                if constexpr (GATED) found.add(dc.up);
+                if constexpr (H_AGAIN)
+                    slabs[2].pair(half, k) =
+                        to_bf16x2(__fmul_rn(pair.value[0], prob.of[half]), __fmul_rn(pair.value[1], prob.of[half]));
+#pragma unroll
+                for (u32 i = 0; i < 2; i++)
+                    sums[half] = __fadd_rn(sums[half], live ? __fmul_rn(pair.value[i], pair.dh[i]) : 0.0f);
             }
-        store_gate_up(dc, out.dc, rows, here, out.ffn);
-        if (out.h) store_words(h, out.h, out.ffn, rows, here, out.ffn);
-        found.add(dc.gate);
-        if constexpr (GATED) found.add(dc.up);
+        if (out.dh) store_dh<N8>(acc, group, rows, here, alpha, out);
+        __syncwarp();
+        store_features(slabs, out.dc, rows, here, out.ffn);
+        if constexpr (H_AGAIN) slabs[2].store(out.h, out.ffn, rows, here, out.ffn);
+        if constexpr (GATED)
+            found.add_columns(slabs[0], slabs[1], out.dc_amax.sign_mask);
+        else
+            found.add_columns(slabs[0], out.dc_amax.sign_mask);
+        __syncwarp();
     }
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
@@ -96,4 +117,13 @@ DEVICE void epilogue_dact(const float (&acc)[N8][4], const FragmentRows& rows, u
     else
         finish_amax(found, out.dc_amax, expert, out.dc, fc1_columns(out.ffn), rows, first.first, FEATURES, first.end,
                     GATED ? 2 : 1, out.ffn);
+}
+
+// Zeros in a tile of nobody's rows, `features` features from `feature` on.
+DEVICE void dact_nobody(u64 row, u32 rows, u32 feature, u32 features, const DactOut& out) {
+    features = min(features, out.ffn - feature);
+    zero_gate_up(out.dc, row, rows, feature, features, out.ffn);
+    if (H_AGAIN) store_zeros(out.h, out.ffn, row, rows, feature, feature + features);
+    if (out.dh)
+        store_zeros(reinterpret_cast<u16*>(out.dh), 2 * out.ffn, row, rows, 2 * feature, 2 * (feature + features));
 }

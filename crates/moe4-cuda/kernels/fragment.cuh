@@ -2,17 +2,19 @@
 //
 //   float acc[N8][4]    16 rows x 8 * N8 columns; with g = lane / 4 and t = lane % 4:
 //                       acc[j] = (g, 8j + 2t), (g, 8j + 2t + 1), (g + 8, 8j + 2t), (g + 8, 8j + 2t + 1)
+//   Slab                16 rows x 32 columns of BF16 in shared memory that belongs to the warp alone
 //
-// BF16 values of 32 columns are `Words`: word [half][k] is the pair of columns 8k + 2t of row g + 8 * half. The four
-// lanes of a quad hold 64 bytes of a row; transposed among them, each has 16 bytes that follow each other, and a row is
-// read and written in whole pieces of 64 bytes. Tensors have rows of a multiple of 16 bytes, at such addresses.
+// Rows are read and written in pieces of 16 bytes, four lanes a row, which go through a slab: there each lane finds the
+// pairs of columns that it has accumulators of, and each column is found by one lane (fragment_amax.cuh). Rows of a slab
+// are 80 bytes apart, so that no two lanes of a pass over pairs or over columns meet in a bank. Tensors have rows of a
+// multiple of 16 bytes, at such addresses.
 #pragma once
 #include "numerics.cuh"
 
 constexpr u32 FRAGMENT_ROWS = 16;
-constexpr u32 GROUP_COLS = 32;  // columns of Words
+constexpr u32 GROUP_COLS = 32;  // columns of a slab
 
-typedef u32 Words[2][4];
+typedef u32 Words[2][4];  // [half][k]: columns 8k + 2t and 8k + 2t + 1 of row g + 8 * half
 
 DEVICE u32 lane() { return threadIdx.x % 32; }
 DEVICE u32 lane_row() { return lane() / 4; }      // g
@@ -42,44 +44,66 @@ DEVICE RowValues load_row_values(const float* values, const FragmentRows& rows) 
     return {{rows.has(0) ? __ldg(values + rows.row(0)) : 0.0f, rows.has(1) ? __ldg(values + rows.row(1)) : 0.0f}};
 }
 
-// Word k of lane t becomes word t of lane k.
-DEVICE void transpose_quad(u32 (&w)[4]) {
-#pragma unroll
-    for (u32 step = 1; step < 4; step *= 2) {
-        const bool upper = lane_of_quad() & step;
-#pragma unroll
-        for (u32 k = 0; k < 4; k++)
-            if (!(k & step)) {
-                const u32 got = __shfl_xor_sync(~0u, upper ? w[k] : w[k + step], step);
-                if (upper)
-                    w[k] = got;
-                else
-                    w[k + step] = got;
-            }
-    }
-}
+// The lane's pieces of 32 columns: eight columns from 8t on of rows g and g + 8.
+struct RowPieces {
+    uint4 of[2];
+};
 
 // 32 columns from `col` on of a tensor [., cols]; zeros from column `end` on and past the rows' end.
-DEVICE void load_words(Words& w, const u16* from, u64 cols, const FragmentRows& rows, u32 col, u32 end) {
-    const u32 chunk = col + 8 * lane_of_quad();
+DEVICE RowPieces load_pieces(const u16* from, u64 cols, const FragmentRows& rows, u32 col, u32 end) {
+    const u32 piece = col + 8 * lane_of_quad();
+    RowPieces v;
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (rows.has(half) && chunk < end) v = *reinterpret_cast<const uint4*>(from + rows.row(half) * cols + chunk);
-        w[half][0] = v.x, w[half][1] = v.y, w[half][2] = v.z, w[half][3] = v.w;
-        transpose_quad(w[half]);
+        v.of[half] = make_uint4(0, 0, 0, 0);
+        if (rows.has(half) && piece < end)
+            v.of[half] = *reinterpret_cast<const uint4*>(from + rows.row(half) * cols + piece);
     }
+    return v;
 }
 
-DEVICE void store_words(const Words& w, u16* to, u64 cols, const FragmentRows& rows, u32 col, u32 end) {
-    const u32 chunk = col + 8 * lane_of_quad();
-#pragma unroll
-    for (u32 half = 0; half < 2; half++) {
-        u32 v[4] = {w[half][0], w[half][1], w[half][2], w[half][3]};
-        transpose_quad(v);
-        if (rows.has(half) && chunk < end)
-            *reinterpret_cast<uint4*>(to + rows.row(half) * cols + chunk) = make_uint4(v[0], v[1], v[2], v[3]);
+constexpr u32 SLAB_PITCH = 20;                                // words from a row to the next
+constexpr u32 SLAB_WORDS = FRAGMENT_ROWS * SLAB_PITCH + 16;   // neighbours are half of the banks apart
+constexpr u32 SLABS = 3;                                      // of a warp
+constexpr u32 SLABS_BYTES = SLABS * SLAB_WORDS * 4;
+
+// Between writing and reading by other lanes, and before writing again, the warp must meet (`__syncwarp`).
+struct Slab {
+    u32* words;
+
+    __device__ __forceinline__ u32& pair(u32 half, u32 k) const {
+        return words[(lane_row() + 8 * half) * SLAB_PITCH + 4 * k + lane_of_quad()];
     }
+    __device__ __forceinline__ uint4& piece(u32 half) const {
+        return *reinterpret_cast<uint4*>(words + (lane_row() + 8 * half) * SLAB_PITCH + 4 * lane_of_quad());
+    }
+    __device__ __forceinline__ void put(const Words& w) const {
+#pragma unroll
+        for (u32 half = 0; half < 2; half++)
+#pragma unroll
+            for (u32 k = 0; k < 4; k++) pair(half, k) = w[half][k];
+    }
+    __device__ __forceinline__ void put(const RowPieces& v) const { piece(0) = v.of[0], piece(1) = v.of[1]; }
+
+    // To 32 columns from `col` on of a tensor [., cols], those from `end` on left out.
+    __device__ __forceinline__ void store(u16* to, u64 cols, const FragmentRows& rows, u32 col, u32 end) const {
+        const u32 at = col + 8 * lane_of_quad();
+#pragma unroll
+        for (u32 half = 0; half < 2; half++)
+            if (rows.has(half) && at < end)
+                *reinterpret_cast<uint4*>(to + rows.row(half) * cols + at) = piece(half);
+    }
+};
+
+struct Slabs {
+    u32* first;
+
+    __device__ __forceinline__ Slab operator[](u32 i) const { return {first + i * SLAB_WORDS}; }
+};
+
+// Those of this warp; `memory` has SLABS_BYTES for each warp.
+DEVICE Slabs slabs_of_warp(void* memory) {
+    return {reinterpret_cast<u32*>(memory) + threadIdx.x / 32 * (SLABS * SLAB_WORDS)};
 }
 
 // The two columns of a word whose first is `col`; zeros past `end`.

@@ -2,12 +2,12 @@
 // what group_amax and group_hadamard_amax find in the stored tensor.
 //
 // Rows of a tile begin at their expert's first row, so 16 rows of a fragment are one group of the transform, rows past
-// the end being zeros. Row g lies in lanes 4g .. 4g + 3: butterflies with strides 1, 2 and 4 cross lanes, the last,
-// with stride 8, joins the two rows of a lane. The larger magnitude of a + b and a - b is |a| + |b|, with the same
-// rounding. Rounding to BF16 keeps the order, so only the maximum is divided by four and rounded. A NaN loses every
-// comparison, as it should; a maximum that is infinite sends the warp back to what it has stored, for the finite ones.
+// the end being zeros. The transform takes columns from slabs, a lane a column or two. Of its last butterflies only the
+// larger magnitude counts: that of a + b and a - b is |a| + |b|, with the same rounding. Rounding to BF16 keeps the order, so
+// only the maximum is divided by four and rounded. A NaN loses every comparison, as it should; a maximum that is infinite
+// sends the warp back to what it has stored, for the finite ones.
 //
-// Compile-time choice: AMAX.
+// Compile-time choices: AMAX, SIGN_MASK.
 #pragma once
 #include "fragment.cuh"
 #include "reduce.cuh"
@@ -21,48 +21,62 @@ struct AmaxOut {
     u32 sign_mask;
 };
 
+// The largest magnitude of sixteen values after the transform, not yet divided by four.
+DEVICE float transformed_max(float (&v)[FRAGMENT_ROWS], u32 sign_mask) {
+#pragma unroll
+    for (u32 i = 0; i < FRAGMENT_ROWS; i++) {
+        if constexpr (SIGN_MASK == MASK_AT_LAUNCH)
+            v[i] = __uint_as_float(__float_as_uint(v[i]) ^ (sign_mask << (31 - i) & 0x80000000u));
+        else if (SIGN_MASK >> i & 1)
+            v[i] = -v[i];
+    }
+#pragma unroll
+    for (u32 stride = 1; stride < FRAGMENT_ROWS / 2; stride *= 2)
+#pragma unroll
+        for (u32 i = 0; i < FRAGMENT_ROWS; i++)
+            if (!(i & stride)) {
+                const float a = v[i], b = v[i + stride];
+                v[i] = __fadd_rn(a, b);
+                v[i + stride] = __fsub_rn(a, b);
+            }
+    float m = 0.0f;
+#pragma unroll
+    for (u32 i = 0; i < FRAGMENT_ROWS / 2; i++)
+        m = fmaxf(m, __fadd_rn(fabsf(v[i]), fabsf(v[i + FRAGMENT_ROWS / 2])));
+    return m;
+}
+
 struct FragmentAmax {
     u32 before = 0;      // packed pairs
     float after = 0.0f;  // not yet divided by four
-    u32 signs[2];        // of the lane's rows, for both values of a word
-    u32 first_sign;      // for the step that crosses to the neighbouring row
-    float later_signs[2];
 
-    __device__ __forceinline__ FragmentAmax(u32 sign_mask) {
-        const u32 g = lane_row(), both = 0x80008000u;
-        signs[0] = sign_mask >> g & 1 ? both : 0;
-        signs[1] = sign_mask >> (g + 8) & 1 ? both : 0;
-        first_sign = g & 1 ? both : 0;
-        later_signs[0] = g & 2 ? -1.0f : 1.0f;
-        later_signs[1] = g & 4 ? -1.0f : 1.0f;
+    __device__ __forceinline__ void add(u32 word) {
+        if constexpr (AMAX != NO_AMAX) before = max_magnitude(before, word);
     }
 
-    // The lower rows of a butterfly take the sum, the upper ones the difference from what the lower ones had.
-    __device__ __forceinline__ float2 across_lanes(u32 word, u32 half) const {
-        const u32 mine = word ^ signs[half], other = __shfl_xor_sync(~0u, mine, 4), signed_ = mine ^ first_sign;
-        float2 v = make_float2(__fadd_rn(lower(other), lower(signed_)), __fadd_rn(upper(other), upper(signed_)));
+    // The columns of a slab, one for each lane.
+    __device__ __forceinline__ void add_columns(Slab slab, u32 sign_mask) {
+        if constexpr (AMAX != AMAX_RHT) return;
+        const u32 selector = lane() < 16 ? 0x1044 : 0x3244;  // the lower or the upper half of a word, behind zeros
+        float v[FRAGMENT_ROWS];
 #pragma unroll
-        for (u32 step = 0; step < 2; step++) {
-            // A product with one is exact.
-            v.x = __fmaf_rn(v.x, later_signs[step], __shfl_xor_sync(~0u, v.x, 8 << step));
-            v.y = __fmaf_rn(v.y, later_signs[step], __shfl_xor_sync(~0u, v.y, 8 << step));
-        }
-        return v;
+        for (u32 i = 0; i < FRAGMENT_ROWS; i++)
+            v[i] = __uint_as_float(permute_bytes(slab.words[i * SLAB_PITCH + lane() % 16], 0, selector));
+        after = fmaxf(after, transformed_max(v, sign_mask));
     }
 
-    // A pair of columns: row g and row g + 8, zeros past the end.
-    __device__ __forceinline__ void add(u32 upper_row, u32 lower_row) {
-        if constexpr (AMAX != NO_AMAX) before = max_magnitude(before, max_magnitude(upper_row, lower_row));
-        if constexpr (AMAX == AMAX_RHT) {
-            const float2 a = across_lanes(upper_row, 0), b = across_lanes(lower_row, 1);
-            after = fmaxf(after, __fadd_rn(fabsf(a.x), fabsf(b.x)));
-            after = fmaxf(after, __fadd_rn(fabsf(a.y), fabsf(b.y)));
-        }
-    }
-
-    __device__ __forceinline__ void add(const Words& w) {
+    // The columns of two slabs, two for each lane.
+    __device__ __forceinline__ void add_columns(Slab first, Slab second, u32 sign_mask) {
+        if constexpr (AMAX != AMAX_RHT) return;
+        const u32* const words = (lane() < 16 ? first : second).words + lane() % 16;
+        float low[FRAGMENT_ROWS], high[FRAGMENT_ROWS];
 #pragma unroll
-        for (u32 k = 0; k < 4; k++) add(w[0][k], w[1][k]);
+        for (u32 i = 0; i < FRAGMENT_ROWS; i++) {
+            const u32 word = words[i * SLAB_PITCH];
+            low[i] = lower(word), high[i] = upper(word);
+        }
+        after = fmaxf(after, transformed_max(low, sign_mask));
+        after = fmaxf(after, transformed_max(high, sign_mask));
     }
 
     __device__ __forceinline__ bool is_finite() const {

@@ -11,7 +11,7 @@
 // Compile-time choices: ACTIVATION, LAYOUT.
 #pragma once
 #include "activation.cuh"
-#include "fragment.cuh"
+#include "epilogue.cuh"
 
 constexpr u32 HALVES = 0, INTERLEAVED = 1, ELEMENTWISE = 2;
 
@@ -50,57 +50,65 @@ DEVICE u32 fc1_row(u32 i, u32 width, u32 feature, u32 ffn) {
     return row < fc1_columns(ffn) ? row : NO_WEIGHT_ROW;
 }
 
-// Gates and ups of the 32 features from `feature` on, as pairs of features.
-struct GateUp {
-    Words gate, up;
+// The 32 features from `feature` on in memory: their columns of c in two runs of 32, or in one without an up projection.
+struct FeaturePieces {
+    RowPieces first, second;
 };
 
-// Elementwise, gate and up of a pair of features are 8 bytes of each lane, 32 of a quad.
-DEVICE uint2* elementwise_pair(u16* c, const FragmentRows& rows, u32 half, u32 feature, u32 k, u32 ffn) {
-    return reinterpret_cast<uint2*>(c + rows.row(half) * (2 * ffn) + 2 * (feature + 8 * k + 2 * lane_of_quad()));
+DEVICE FeaturePieces load_features(const u16* c, const FragmentRows& rows, u32 feature, u32 ffn) {
+    FeaturePieces v;
+    const Columns first = first_columns(feature, ffn), second = second_columns(feature, ffn);
+    v.first = load_pieces(c, fc1_columns(ffn), rows, first.first, first.end);
+    if constexpr (GATED) v.second = load_pieces(c, fc1_columns(ffn), rows, second.first, second.end);
+    return v;
 }
 
-// Zeros past the last feature and the last row.
-DEVICE void load_gate_up(GateUp& v, const u16* c, const FragmentRows& rows, u32 feature, u32 ffn) {
+// Slabs 0 and 1 with the two runs.
+DEVICE void put_features(Slabs slabs, const FeaturePieces& v) {
+    slabs[0].put(v.first);
+    if constexpr (GATED) slabs[1].put(v.second);
+}
+
+DEVICE void store_features(Slabs slabs, u16* c, const FragmentRows& rows, u32 feature, u32 ffn) {
+    const Columns first = first_columns(feature, ffn), second = second_columns(feature, ffn);
+    slabs[0].store(c, fc1_columns(ffn), rows, first.first, first.end);
+    if constexpr (GATED) slabs[1].store(c, fc1_columns(ffn), rows, second.first, second.end);
+}
+
+// Gates and ups of features 8k + 2t and 8k + 2t + 1. Elementwise they are neighbours in one of the slabs.
+struct GateUp {
+    u32 gate, up;
+};
+
+DEVICE u64* elementwise_pair(Slabs slabs, u32 half, u32 k) {
+    const u32 word = 8 * (k % 2) + 2 * lane_of_quad();
+    return reinterpret_cast<u64*>(slabs[k / 2].words + (lane_row() + 8 * half) * SLAB_PITCH + word);
+}
+
+DEVICE GateUp get_features(Slabs slabs, u32 half, u32 k) {
     if constexpr (GATED && LAYOUT == ELEMENTWISE) {
-#pragma unroll
-        for (u32 half = 0; half < 2; half++)
-#pragma unroll
-            for (u32 k = 0; k < 4; k++) {
-                uint2 both = make_uint2(0, 0);
-                if (rows.has(half) && feature + 8 * k < ffn)
-                    both = *elementwise_pair(const_cast<u16*>(c), rows, half, feature, k, ffn);
-                v.gate[half][k] = permute_bytes(both.x, both.y, 0x5410);
-                v.up[half][k] = permute_bytes(both.x, both.y, 0x7632);
-            }
+        const u64 both = *elementwise_pair(slabs, half, k);
+        const u32 low = (u32)both, high = (u32)(both >> 32);
+        return {permute_bytes(low, high, 0x5410), permute_bytes(low, high, 0x7632)};
     } else {
-        const u64 n1 = fc1_columns(ffn);
-        const Columns gate = first_columns(feature, ffn);
-        load_words(v.gate, c, n1, rows, gate.first, gate.end);
-        if constexpr (GATED) {
-            const Columns up = second_columns(feature, ffn);
-            load_words(v.up, c, n1, rows, up.first, up.end);
-        }
+        return {slabs[0].pair(half, k), GATED ? slabs[1].pair(half, k) : 0};
     }
 }
 
-DEVICE void store_gate_up(const GateUp& v, u16* c, const FragmentRows& rows, u32 feature, u32 ffn) {
+DEVICE void set_features(Slabs slabs, u32 half, u32 k, GateUp v) {
     if constexpr (GATED && LAYOUT == ELEMENTWISE) {
-#pragma unroll
-        for (u32 half = 0; half < 2; half++)
-#pragma unroll
-            for (u32 k = 0; k < 4; k++)
-                if (rows.has(half) && feature + 8 * k < ffn)
-                    *elementwise_pair(c, rows, half, feature, k, ffn) =
-                        make_uint2(permute_bytes(v.gate[half][k], v.up[half][k], 0x5410),
-                                   permute_bytes(v.gate[half][k], v.up[half][k], 0x7632));
+        const u32 low = permute_bytes(v.gate, v.up, 0x5410), high = permute_bytes(v.gate, v.up, 0x7632);
+        *elementwise_pair(slabs, half, k) = (u64)high << 32 | low;
     } else {
-        const u64 n1 = fc1_columns(ffn);
-        const Columns gate = first_columns(feature, ffn);
-        store_words(v.gate, c, n1, rows, gate.first, gate.end);
-        if constexpr (GATED) {
-            const Columns up = second_columns(feature, ffn);
-            store_words(v.up, c, n1, rows, up.first, up.end);
-        }
+        slabs[0].pair(half, k) = v.gate;
+        if constexpr (GATED) slabs[1].pair(half, k) = v.up;
     }
+}
+
+// Zeros in `rows` rows of c, `features` features from `feature` on.
+DEVICE void zero_gate_up(u16* c, u64 row, u32 rows, u32 feature, u32 features, u32 ffn) {
+    const u64 n1 = fc1_columns(ffn);
+    const u32 col = first_columns(feature, ffn).first, cols = GATED && LAYOUT != HALVES ? 2 * features : features;
+    store_zeros(c, n1, row, rows, col, col + cols);
+    if (GATED && LAYOUT == HALVES) store_zeros(c, n1, row, rows, ffn + feature, ffn + feature + features);
 }

@@ -27,13 +27,28 @@ struct Groups {
     u32 experts, most_tiles;
 };
 
-DEVICE Tile load_tile(const Groups& groups, u32 index) {
-    if (index >= groups.most_tiles) return {0, 0, 0, NO_TILE, 0, 0};
+// A tile as it lies in memory: loaded ahead, and looked at when it is needed.
+struct TileWords {
+    uint4 first, second;
+
+    __device__ __forceinline__ Tile tile() const {
+        const auto join = [](u32 low, u32 high) { return (u64)high << 32 | low; };
+        return {join(first.x, first.y),
+                join(first.z, first.w),
+                join(second.x, second.y),
+                second.z,
+                (u16)second.w,
+                (u16)(second.w >> 16)};
+    }
+};
+
+DEVICE TileWords load_tile_words(const Groups& groups, u32 index) {
+    if (index >= groups.most_tiles) return {make_uint4(0, 0, 0, 0), make_uint4(0, 0, NO_TILE, 0)};
     const uint4* const words = reinterpret_cast<const uint4*>(groups.tiles + index);
-    const uint4 a = __ldg(words), b = __ldg(words + 1);
-    const auto join = [](u32 low, u32 high) { return (u64)high << 32 | low; };
-    return {join(a.x, a.y), join(a.z, a.w), join(b.x, b.y), b.z, (u16)b.w, (u16)(b.w >> 16)};
+    return {__ldg(words), __ldg(words + 1)};
 }
+
+DEVICE Tile load_tile(const Groups& groups, u32 index) { return load_tile_words(groups, index).tile(); }
 
 // Tiles are spread over two dimensions of the grid, each of which has its limit.
 DEVICE u32 block_in_grid() { return blockIdx.z * gridDim.y + blockIdx.y; }

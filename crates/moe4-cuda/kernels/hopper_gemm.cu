@@ -3,17 +3,26 @@
 // Compile-time choice: B_MN_MAJOR (dgrad).
 #include "hopper_rows.cuh"
 
+struct Prepared {
+    ExpertScales scales;
+    RowValues weight;
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_gemm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap w,
                 const __grid_constant__ Groups groups, const __grid_constant__ RowProduct product, const Scales scales,
                 const __grid_constant__ PlainOut out) {
     multiply_rows<B_MN_MAJOR, false>(
         &a, &w, groups, product,
-        [&](const float (&acc)[N8][4], const FragmentRows& rows, u32 expert, Place place) {
-            epilogue_plain<N8>(acc, rows, expert, place.column * TILE_N, product_alpha(scales, expert), out);
+        [&](const FragmentRows& rows, u32 expert, Place) {
+            return Prepared{load_scales(scales, expert), bias_weights(out, rows)};
         },
-        [&](const FragmentRows& rows, Place place) { 
+        [&](const float (&acc)[N8][4], const Prepared& p, const FragmentRows& rows, u32 expert, Place place,
+            Slabs slabs) {
+            epilogue_plain<N8>(acc, rows, expert, place.column * TILE_N, p.scales.alpha(), p.weight, out, slabs);
+        },
+        [&](const Tile& tile, Place place) {
             const u32 column = place.column * TILE_N;
-            store_zeros(out.out, out.cols, rows, column, min(column + TILE_N, out.cols));
+            store_zeros(out.out, out.cols, tile.row, tile.rows, column, min(column + TILE_N, out.cols));
         });
 }

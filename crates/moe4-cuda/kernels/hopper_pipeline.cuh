@@ -14,6 +14,7 @@
 constexpr u32 TILE_M = 128, TILE_N = 256, TILE_K = 64;
 constexpr u32 N8 = TILE_N / 8;
 constexpr u32 STAGES = 4;
+constexpr u32 STAGE_BLOCKS = TILE_K / BLOCK;
 constexpr u32 LINE = 128;        // bytes of a line of a tile in shared memory
 constexpr u32 LINE_VALUES = 64;  // BF16 values
 constexpr u32 A_BYTES = TILE_M * LINE, B_BYTES = TILE_N * LINE, STAGE_BYTES = A_BYTES + B_BYTES;
@@ -21,24 +22,36 @@ constexpr u32 A_BYTES = TILE_M * LINE, B_BYTES = TILE_N * LINE, STAGE_BYTES = A_
 constexpr u32 WARP_GROUP = 128, MULTIPLIERS = 2;
 constexpr u32 THREADS = WARP_GROUP * (MULTIPLIERS + 1);
 // Of 65536 registers, in steps of 8.
-constexpr u32 COPY_REGISTERS = 40, MULTIPLY_REGISTERS = 232;
+constexpr u32 COPY_REGISTERS = 24, MULTIPLY_REGISTERS = 240;
+
+struct alignas(1024) RingState {
+    u32 zeros[LINE * 8 / 4];  // one pattern
+    u64 full[STAGES], empty[STAGES];
+};
 
 struct Ring {
     u32 tiles, full, empty;  // addresses: stages, and a barrier for each
+    u64 nothing;             // a matrix of zeros
     u32 stage = 0, parity = 0;
 
-    __device__ __forceinline__ Ring(const void* tiles, const u64* barriers)
+    __device__ __forceinline__ Ring(const void* tiles, const RingState& state)
         : tiles(shared_address(tiles)),
-          full(shared_address(barriers)),
-          empty(shared_address(barriers + STAGES)) {}
+          full(shared_address(state.full)),
+          empty(shared_address(state.empty)),
+          nothing(zero_matrix(shared_address(state.zeros))) {}
 
-    // By one thread, before all others meet it at a barrier.
-    __device__ __forceinline__ void init() const {
-        for (u32 s = 0; s < STAGES; s++) {
-            barrier_init(full + 8 * s, 1);
-            barrier_init(empty + 8 * s, MULTIPLIERS);
+    // By all threads.
+    __device__ __forceinline__ void init(RingState& state) const {
+        for (u32 i = threadIdx.x; i < sizeof(state.zeros) / 4; i += THREADS) state.zeros[i] = 0;
+        async_fence();
+        if (threadIdx.x == 0) {
+            for (u32 s = 0; s < STAGES; s++) {
+                barrier_init(full + 8 * s, 1);
+                barrier_init(empty + 8 * s, MULTIPLIERS);
+            }
+            barrier_init_fence();
         }
-        barrier_init_fence();
+        __syncthreads();
     }
 
     __device__ __forceinline__ void advance() {
@@ -55,11 +68,11 @@ struct Ring {
     }
 };
 
-// acc = the sum of products over `blocks` blocks of sixteen of the contraction, by warp group `group`. Stages hold
-// four; what lies behind the last block in its stage is zero, or, if the contraction is RAGGED, is left out.
-template <bool MN_MAJOR, bool RAGGED>
+// acc = the sum of products over `blocks` > 0 blocks of sixteen of the contraction, by warp group `group`. Stages hold
+// four; what lies behind the last block in its stage is zero, or, if the contraction is RAGGED, zeros take its place. Of a
+// tile whose columns end early, the first COLUMNS.
+template <u32 COLUMNS, bool MN_MAJOR, bool RAGGED>
 DEVICE void multiply(Ring& ring, float (&acc)[N8][4], u32 blocks, u32 group) {
-    constexpr u32 STAGE_BLOCKS = TILE_K / BLOCK;
     constexpr u32 A_STEP = BLOCK * 2, B_STEP = MN_MAJOR ? BLOCK * LINE : BLOCK * 2;
     const bool leader = threadIdx.x % WARP_GROUP == 0;
     u32 before = 0;
@@ -68,13 +81,12 @@ DEVICE void multiply(Ring& ring, float (&acc)[N8][4], u32 blocks, u32 group) {
         const u64 a = matrix_of(ring.a() + group * (A_BYTES / MULTIPLIERS));
         const u64 b = matrix_of(ring.b(), MN_MAJOR ? TILE_K * LINE : 16);
         products_begin();
-        if (!RAGGED || blocks - done >= STAGE_BLOCKS) {
 #pragma unroll
-            for (u32 i = 0; i < STAGE_BLOCKS; i++)
-                product<MN_MAJOR>(acc, a + i * (A_STEP >> 4), b + i * (B_STEP >> 4), (done | i) != 0);
-        } else {
-            for (u32 i = 0; i < blocks - done; i++)
-                product<MN_MAJOR>(acc, a + i * (A_STEP >> 4), b + i * (B_STEP >> 4), (done | i) != 0);
+        for (u32 i = 0; i < STAGE_BLOCKS; i++) {
+            // By data and not by a branch, in which the compiler would let products wait for each other.
+            const bool live = !RAGGED || done + i < blocks;
+            product<COLUMNS, MN_MAJOR>(acc, live ? a + i * (A_STEP >> 4) : ring.nothing,
+                                       live ? b + i * (B_STEP >> 4) : ring.nothing, (done | i) != 0);
         }
         products_commit();
         if (done != 0) {
@@ -85,14 +97,23 @@ DEVICE void multiply(Ring& ring, float (&acc)[N8][4], u32 blocks, u32 group) {
         ring.advance();
     }
     products_wait<0>();
-    if (blocks == 0) {
-#pragma unroll
-        for (u32 j = 0; j < N8; j++)
-#pragma unroll
-            for (u32 i = 0; i < 4; i++) acc[j][i] = 0.0f;
-    } else if (leader) {
-        barrier_arrive(before);
+    if (leader) barrier_arrive(before);
+}
+
+// What a warp group does whose rows of the tile are not there: it lets the other one have the matrix unit. Only its first
+// warp follows the stages; the others may neither fall behind, where they would take one turn of the ring for another,
+// nor run ahead.
+DEVICE void skip(Ring& ring, u32 blocks, u32 group) {
+    const bool follows = threadIdx.x % WARP_GROUP < 32, leader = threadIdx.x % WARP_GROUP == 0;
+    for (u32 done = 0; done < blocks; done += STAGE_BLOCKS) {
+        if (follows) {
+            barrier_wait(ring.full + 8 * ring.stage, ring.parity);
+            __syncwarp();
+            if (leader) barrier_arrive(ring.empty + 8 * ring.stage);
+        }
+        ring.advance();
     }
+    meet(group + 1, WARP_GROUP);
 }
 
 // Where tile `index` of a grid of `rows` x `columns` tiles lies: a band of rows at a time, down its columns, so that

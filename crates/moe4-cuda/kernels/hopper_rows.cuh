@@ -15,7 +15,7 @@
 constexpr u32 BAND = 4;
 
 struct RowProduct {
-    u32 k;        // length of the contraction
+    u32 n, k;     // columns, and length of the contraction
     u32 width;    // columns of a tile; features, where the tile holds gates and ups of them
     u32 columns;  // tiles side by side
     u32 ups;      // the first row of W1 with ups, if gates and ups are halves
@@ -46,15 +46,16 @@ DEVICE void copy_rows(Ring ring, const TensorMap* a, const TensorMap* w, const G
     }
 }
 
-// `finish(acc, rows, expert, place)` gets each fragment of an expert's rows, `nobody(rows, place)` those of nobody.
-template <bool MN_MAJOR, bool SPLIT_HALVES, class Finish, class Nobody>
+// For each fragment of an expert's rows, `prepare(rows, expert, place)` loads what its epilogue will want, while the
+// products run, and `finish(acc, prepared, rows, expert, place, slabs)` is the epilogue. `nobody(tile, place)` gets tiles
+// of nobody's rows.
+template <bool MN_MAJOR, bool SPLIT_HALVES, class Prepare, class Finish, class Nobody>
 DEVICE void multiply_rows(const TensorMap* a, const TensorMap* w, const Groups& groups, const RowProduct& product,
-                          Finish finish, Nobody nobody) {
+                          Prepare prepare, Finish finish, Nobody nobody) {
     extern __shared__ __align__(1024) u8 stages[];
-    __shared__ u64 barriers[2 * STAGES];
-    Ring ring(stages, barriers);
-    if (threadIdx.x == 0) ring.init();
-    __syncthreads();
+    __shared__ RingState state;
+    Ring ring(stages, state);
+    ring.init(state);
     const u32 warp_group = threadIdx.x / WARP_GROUP;
     if (warp_group == MULTIPLIERS) {
         give_registers<COPY_REGISTERS>();
@@ -62,16 +63,33 @@ DEVICE void multiply_rows(const TensorMap* a, const TensorMap* w, const Groups& 
         return;
     }
     take_registers<MULTIPLY_REGISTERS>();
-    for (u32 index = blockIdx.x; index < groups.most_tiles * product.columns; index += gridDim.x) {
+    const Slabs slabs = slabs_of_warp(stages + STAGES * STAGE_BYTES);
+    const u32 end = groups.most_tiles * product.columns;
+    const auto words_of = [&](u32 index) {
+        const u32 row = place_of<BAND>(index, groups.most_tiles, product.columns).row;
+        return load_tile_words(groups, index < end ? row : NO_TILE);
+    };
+    TileWords next = words_of(blockIdx.x);
+    for (u32 index = blockIdx.x; index < end; index += gridDim.x) {
         const Place place = place_of<BAND>(index, groups.most_tiles, product.columns);
-        const Tile tile = load_tile(groups, place.row);
+        const Tile tile = next.tile();
+        next = words_of(index + gridDim.x);
         const FragmentRows rows = fragment_rows(tile.row, tile.rows, threadIdx.x / 32 * FRAGMENT_ROWS);
         if (tile.expert < groups.experts) {
+            const u32 blocks = (product.k + BLOCK - 1) / BLOCK;
+            if (warp_group * (TILE_M / MULTIPLIERS) >= tile.rows) {
+                skip(ring, blocks, warp_group);
+                continue;
+            }
+            const auto prepared = prepare(rows, tile.expert, place);
             float acc[N8][4];
-            multiply<MN_MAJOR, false>(ring, acc, (product.k + BLOCK - 1) / BLOCK, warp_group);
-            finish(acc, rows, tile.expert, place);
+            if (SPLIT_HALVES || product.n - place.column * TILE_N > TILE_N / 2)
+                multiply<TILE_N, MN_MAJOR, false>(ring, acc, blocks, warp_group);
+            else
+                multiply<TILE_N / 2, MN_MAJOR, false>(ring, acc, blocks, warp_group);
+            finish(acc, prepared, rows, tile.expert, place, slabs);
         } else if (tile.expert != NO_TILE) {
-            nobody(rows, place);
+            nobody(tile, place);
         }
     }
 }

@@ -21,14 +21,15 @@ struct WgradShape {
     u64 stride;         // elements from an expert's gradient to the next
 };
 
+// An expert's token positions, loaded ahead of what is done with them.
 struct Positions {
-    u64 first;
-    u32 blocks;  // of sixteen
+    u64 first, end;
+
+    __device__ __forceinline__ u32 blocks() const { return (u32)((end - first) / BLOCK); }
 };
 
 DEVICE Positions positions_of(const Groups& groups, u32 expert) {
-    const u64 first = groups.padded[expert];
-    return {first, (u32)((groups.padded[expert + 1] - first) / BLOCK)};
+    return {__ldg(groups.padded + expert), __ldg(groups.padded + expert + 1)};
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -36,10 +37,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                  const __grid_constant__ Groups groups, const __grid_constant__ WgradShape shape, const Scales scales,
                  Gradient* dw) {
     extern __shared__ __align__(1024) u8 stages[];
-    __shared__ u64 barriers[2 * STAGES];
-    Ring ring(stages, barriers);
-    if (threadIdx.x == 0) ring.init();
-    __syncthreads();
+    __shared__ RingState state;
+    Ring ring(stages, state);
+    ring.init(state);
     const u32 warp_group = threadIdx.x / WARP_GROUP, each = shape.rows * shape.columns;
     if (warp_group == MULTIPLIERS) {
         give_registers<COPY_REGISTERS>();
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (u32 index = blockIdx.x; index < each * groups.experts; index += gridDim.x) {
             const Positions positions = positions_of(groups, index / each);
             const Place place = place_of<BAND>(index % each, shape.rows, shape.columns);
-            for (u32 block = 0; block < positions.blocks; block += TILE_K / BLOCK) {
+            for (u32 block = 0; block < positions.blocks(); block += TILE_K / BLOCK) {
                 const u32 full = ring.begin_copies(), position = (u32)positions.first + block * BLOCK;
                 copy_box(ring.a(), &a, full, position, place.row * TILE_M);
 #pragma unroll
@@ -59,16 +59,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     take_registers<MULTIPLY_REGISTERS>();
-    for (u32 index = blockIdx.x; index < each * groups.experts; index += gridDim.x) {
-        const u32 expert = index / each, blocks = positions_of(groups, expert).blocks;
-        if (ACCUMULATE && blocks == 0) continue;
+    const Slabs slabs = slabs_of_warp(stages + STAGES * STAGE_BYTES);
+    const u32 end = each * groups.experts;
+    const auto positions_at = [&](u32 index) { return positions_of(groups, min(index, end - 1) / each); };
+    Positions next = positions_at(blockIdx.x);
+    for (u32 index = blockIdx.x; index < end; index += gridDim.x) {
+        const u32 expert = index / each, blocks = next.blocks();
+        next = positions_at(index + gridDim.x);
         const Place place = place_of<BAND>(index % each, shape.rows, shape.columns);
+        const u32 row = place.row * TILE_M, height = min(TILE_M, shape.n - row), column = place.column * TILE_N;
+        Gradient* const to = dw + expert * shape.stride;
+        if (blocks == 0) {
+            constexpr u32 WORDS = sizeof(Gradient) / 2;
+            if (!ACCUMULATE)
+                store_zeros(reinterpret_cast<u16*>(to), WORDS * shape.k, row, height, WORDS * column,
+                            WORDS * min(column + TILE_N, shape.k));
+            continue;
+        }
+        if (warp_group * (TILE_M / MULTIPLIERS) >= height) {
+            skip(ring, blocks, warp_group);
+            continue;
+        }
+        const ExpertScales of_expert = load_scales(scales, expert);
         float acc[N8][4];
-        multiply<false, true>(ring, acc, blocks, warp_group);
-        const u32 row = place.row * TILE_M;
-        const FragmentRows rows =
-            fragment_rows(row, min(TILE_M, shape.n - row), threadIdx.x / 32 * FRAGMENT_ROWS);
-        epilogue_gradient<N8, ACCUMULATE>(acc, rows, place.column * TILE_N, shape.k, product_alpha(scales, expert),
-                                          dw + expert * shape.stride);
+        if (shape.k - column > TILE_N / 2)
+            multiply<TILE_N, false, true>(ring, acc, blocks, warp_group);
+        else
+            multiply<TILE_N / 2, false, true>(ring, acc, blocks, warp_group);
+        const FragmentRows rows = fragment_rows(row, height, threadIdx.x / 32 * FRAGMENT_ROWS);
+        epilogue_gradient<N8, ACCUMULATE>(acc, rows, column, shape.k, of_expert.alpha(), to, slabs);
     }
 }

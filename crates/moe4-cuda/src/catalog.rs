@@ -2,6 +2,7 @@
 //!
 #![forbid(unsafe_code)]
 
+use crate::compile::Arch;
 use crate::launch;
 use crate::launch::Copy;
 use crate::variant::Variant;
@@ -16,6 +17,13 @@ pub struct CatalogEntry {
     pub variant: Variant,
     /// Whether the check fails if registers are spilled to memory, on sm_90 and later.
     pub no_spills: bool,
+}
+
+impl CatalogEntry {
+    /// Whether the backend would launch it on this architecture.
+    pub fn runs_on(&self, arch: Arch) -> bool {
+        arch.has_wgmma() || !self.variant.kernel.starts_with("hopper_")
+    }
 }
 
 /// All variants, each once.

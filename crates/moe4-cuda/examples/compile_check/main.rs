@@ -114,11 +114,12 @@ struct Findings {
 }
 
 fn compile(compiler: &Compiler, catalog: &[CatalogEntry]) -> Findings {
-    let jobs: Vec<Job> = catalog
+    let (entries, jobs): (Vec<&CatalogEntry>, Vec<Job>) = catalog
         .iter()
-        .flat_map(|entry| Arch::CHECKED.map(|arch| Job { variant: entry.variant.clone(), arch }))
-        .collect();
-    let entries = catalog.iter().flat_map(|entry| [entry; Arch::CHECKED.len()]);
+        .flat_map(|entry| Arch::CHECKED.map(|arch| (entry, arch)))
+        .filter(|(entry, arch)| entry.runs_on(*arch))
+        .map(|(entry, arch)| (entry, Job { variant: entry.variant.clone(), arch }))
+        .unzip();
     let mut findings = Findings { total: jobs.len(), rows: Vec::new(), problems: Vec::new() };
     let results = compile_timed(compiler, &jobs);
     for ((job, entry), (result, _)) in jobs.into_iter().zip(entries).zip(results) {
