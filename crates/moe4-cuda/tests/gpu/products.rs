@@ -1,7 +1,7 @@
 //! Products and their epilogues on shapes that span several tiles in every dimension, uneven experts: each element
 //! within its bound, and bit for bit what the design promises of an epilogue.
 
-use crate::support::{cuda, must, skewed};
+use crate::support::{cuda, must, refused, skewed};
 use half::bf16;
 use moe4::kernels::activation::{Activation, GluLayout};
 use moe4::kernels::contract::{
@@ -367,4 +367,32 @@ fn weights_anywhere() {
     for experts in [2, 3, 256, 300] {
         must(scattered_weights(experts).in_case(format!("{experts} experts")));
     }
+}
+
+/// What the kernels cannot read is refused before anything is written.
+#[test]
+#[ignore = "needs a GPU"]
+fn shapes_and_addresses_that_do_not_fit() {
+    let checked = || -> Outcome {
+        let (cuda, groups) = (cuda(), Groups::single(20));
+        let on_device = cuda.groups(&groups)?;
+        let (x, w) = (cuda.upload(&vec![bf16::ONE; 20 * 48 + 1])?, cuda.upload(&vec![bf16::ONE; 48 * 48])?);
+        let mut out = cuda.empty(20 * 48)?;
+        let mut product = |at: usize, n: usize, k: usize| {
+            cuda.grouped_gemm(GroupedGemm {
+                a: Operand::Bf16(x.view().slice(at..at + 20 * k)),
+                w: WeightOperand::Bf16(vec![w.view().slice(0..n * k)]),
+                shape: WeightShape { n, k },
+                side: Side::Fprop,
+                groups: &on_device,
+                bias: None,
+                out: DeviceMemory::split_mut(out.view_mut(), 48 / n).swap_remove(0),
+            })
+        };
+        refused(product(0, 48, 40), "multiple of 16, got 40")?;
+        refused(product(0, 24, 48), "multiple of 16, got 24")?;
+        refused(product(1, 48, 48), "a: expected an address that is a multiple of 16")?;
+        Ok(product(0, 48, 48)?)
+    };
+    must(checked());
 }
