@@ -9,7 +9,7 @@ use crate::memory::{DeviceBuffer, DeviceMemory, DeviceView, DeviceViewMut};
 use crate::variant::Variant;
 use bytemuck::Pod;
 use moe4::kernels::contract::*;
-use moe4::kernels::{Backend, Capabilities, DeviceError, Element, Error, Misuse, Unsupported};
+use moe4::kernels::{Backend, Capabilities, DeviceError, Element, Error, Misuse};
 use moe4::tensor::Groups;
 use std::any::Any;
 use std::collections::HashMap;
@@ -224,11 +224,6 @@ impl Cuda {
         let fix = "move data to and from the host before the capture or behind the launch";
         Err(Misuse::Conflict { what, conflict, fix }.into())
     }
-
-    fn no_products(&self, pass: &str) -> Result<(), Error> {
-        let fix = "use the cpu backend for whole layers".into();
-        Err(Unsupported { backend: "cuda".into(), what: pass.into(), fix }.into())
-    }
 }
 
 fn setup(device: &Device, e: CallError) -> Unavailable {
@@ -242,12 +237,12 @@ impl Backend for Cuda {
         let facts = self.device().facts();
         Capabilities {
             backend: "cuda",
-            path: format!("{}, {}", facts.name, facts.arch),
+            path: format!("{}, {}, products by mma.sync", facts.name, facts.arch),
             nvfp4: true,
             bf16: true,
             stochastic_rounding: true,
             unpacked_operands: self.device().facts().arch.has_wgmma(),
-            products: false,
+            products: true,
         }
     }
 
@@ -296,20 +291,20 @@ impl Backend for Cuda {
     fn dequantize(&self, pass: Dequantize<'_, DeviceMemory>) -> Result<(), Error> {
         launch::dequantize(self, pass)
     }
-    fn grouped_gemm(&self, _: GroupedGemm<'_, DeviceMemory>) -> Result<(), Error> {
-        self.no_products("grouped_gemm")
+    fn grouped_gemm(&self, pass: GroupedGemm<'_, DeviceMemory>) -> Result<(), Error> {
+        launch::grouped_gemm(self, pass)
     }
-    fn grouped_gemm_act(&self, _: GroupedGemmAct<'_, DeviceMemory>) -> Result<(), Error> {
-        self.no_products("grouped_gemm_act")
+    fn grouped_gemm_act(&self, pass: GroupedGemmAct<'_, DeviceMemory>) -> Result<(), Error> {
+        launch::grouped_gemm_act(self, pass)
     }
-    fn grouped_gemm_dact(&self, _: GroupedGemmDact<'_, DeviceMemory>) -> Result<(), Error> {
-        self.no_products("grouped_gemm_dact")
+    fn grouped_gemm_dact(&self, pass: GroupedGemmDact<'_, DeviceMemory>) -> Result<(), Error> {
+        launch::grouped_gemm_dact(self, pass)
     }
-    fn grouped_wgrad(&self, _: GroupedWgrad<'_, DeviceMemory>) -> Result<(), Error> {
-        self.no_products("grouped_wgrad")
+    fn grouped_wgrad(&self, pass: GroupedWgrad<'_, DeviceMemory>) -> Result<(), Error> {
+        launch::grouped_wgrad(self, pass)
     }
-    fn grouped_bias_grad(&self, _: GroupedBiasGrad<'_, DeviceMemory>) -> Result<(), Error> {
-        self.no_products("grouped_bias_grad")
+    fn grouped_bias_grad(&self, pass: GroupedBiasGrad<'_, DeviceMemory>) -> Result<(), Error> {
+        launch::grouped_bias_grad(self, pass)
     }
     fn permute(&self, pass: Permute<'_, DeviceMemory>) -> Result<(), Error> {
         launch::permute(self, pass)

@@ -4,9 +4,10 @@
 
 use crate::compile::Arch;
 use crate::launch;
-use crate::launch::Copy;
+use crate::launch::{Copy, EpilogueAmax, EpilogueChoice};
 use crate::variant::Variant;
-use moe4::kernels::contract::Direction;
+use moe4::kernels::activation::{Activation, GluLayout};
+use moe4::kernels::contract::{Direction, GradMode, Side};
 use moe4::numerics::hadamard::SignMask;
 use moe4::tensor::ScaleLayout;
 
@@ -28,8 +29,9 @@ impl CatalogEntry {
 
 /// All variants, each once.
 pub fn catalog() -> Vec<CatalogEntry> {
-    let plain = ["group_offsets", "group_amax", "weights_amax"].map(launch::plain);
-    let mut variants = plain.to_vec();
+    let plain = ["group_offsets", "group_amax", "weights_amax"];
+    let of_products = ["unpack", "addresses", "sum_slices", "sum_tiles", "grouped_bias_grad"];
+    let mut variants: Vec<_> = plain.into_iter().chain(of_products).map(launch::plain).collect();
     // The third stands for all masks that are given at launch.
     let masks = [SignMask::DEFAULT, SignMask::NONE, SignMask(1)];
     variants.extend(masks.map(|mask| launch::group_hadamard_amax_variant(mask, 4)));
@@ -43,6 +45,7 @@ pub fn catalog() -> Vec<CatalogEntry> {
     }
     variants.extend([8, 1].map(launch::permute_variant));
     variants.extend([8, 1].map(launch::unpermute_variant));
+    variants.extend(products());
     variants
         .into_iter()
         .map(|variant| {
@@ -53,11 +56,54 @@ pub fn catalog() -> Vec<CatalogEntry> {
 }
 
 /// What runs over whole tensors in every step. Left out: random numbers, whose round keys and words take the last registers;
-/// masks that are given at launch; and the one thread block of `group_offsets`.
+/// masks that are given at launch; the one thread block of `group_offsets`; and the epilogues of products whose gated
+/// activation takes some more than the accumulators leave of 128 registers, with which two blocks share a multiprocessor.
 fn promises_no_spills(variant: &Variant) -> bool {
     let chosen = |name: &str, value: u32| variant.defines.contains(&(name, value));
     let random = chosen("ROW_STOCHASTIC", 1) || chosen("COL_STOCHASTIC", 1);
-    variant.kernel != "group_offsets" && !random && !chosen("SIGN_MASK", launch::MASK_AT_LAUNCH)
+    let large = match variant.kernel {
+        "grouped_gemm_act" => chosen("ACTIVATION", 3) || chosen("ACTIVATION", 4),
+        "grouped_gemm_dact" => !chosen("ACTIVATION", 1) && !chosen("ACTIVATION", 2),
+        _ => false,
+    };
+    variant.kernel != "group_offsets" && !random && !large && !chosen("SIGN_MASK", launch::MASK_AT_LAUNCH)
+}
+
+/// Each main loop, and each activation, layout and amax with both epilogues that have them.
+fn products() -> Vec<Variant> {
+    let mut variants = [Side::Fprop, Side::Dgrad].map(launch::grouped_gemm_variant).to_vec();
+    variants.extend([false, true].map(launch::column_sums_variant));
+    for mode in [GradMode::Overwrite, GradMode::Accumulate] {
+        for (quantized, bf16_gradient) in [(false, false), (false, true), (true, false), (true, true)] {
+            variants.push(launch::grouped_wgrad_variant(quantized, bf16_gradient, mode));
+        }
+    }
+    variants.extend([Side::Fprop, Side::Dgrad].map(launch::hopper::gemm_variant));
+    for mode in [GradMode::Overwrite, GradMode::Accumulate] {
+        variants
+            .extend([false, true].map(|bf16_gradient| launch::hopper::wgrad_variant(bf16_gradient, mode)));
+    }
+    let epilogue = |activation: &Activation, layout, amax| {
+        let choice = EpilogueChoice::new(activation, layout, amax);
+        [false, true].map(|hopper| {
+            [
+                launch::grouped_gemm_act_variant(choice, hopper),
+                launch::grouped_gemm_dact_variant(choice, false, hopper),
+                launch::grouped_gemm_dact_variant(choice, true, hopper),
+            ]
+        })
+    };
+    for activation in Activation::all() {
+        let layouts = if activation.is_gated() { &GluLayout::ALL[..] } else { &[GluLayout::Halves] };
+        let exact = layouts
+            .iter()
+            .map(|&layout| epilogue(&activation, layout, EpilogueAmax::Exact(SignMask::DEFAULT)));
+        variants.extend(exact.flatten().flatten());
+    }
+    for amax in [EpilogueAmax::None, EpilogueAmax::Before, EpilogueAmax::Bound] {
+        variants.extend(epilogue(&Activation::SWIGLU, GluLayout::Halves, amax).into_iter().flatten());
+    }
+    variants
 }
 
 /// Directions and roundings, and each further output once.

@@ -6,13 +6,27 @@
 
 /// Kernels: base name and text of `kernels/<name>.cu`.
 pub const SOURCES: &[(&str, &str)] = &[
+    ("addresses", include_str!("../kernels/addresses.cu")),
+    ("column_sums", include_str!("../kernels/column_sums.cu")),
     ("dequantize", include_str!("../kernels/dequantize.cu")),
     ("group_amax", include_str!("../kernels/group_amax.cu")),
     ("group_hadamard_amax", include_str!("../kernels/group_hadamard_amax.cu")),
     ("group_offsets", include_str!("../kernels/group_offsets.cu")),
     ("group_quantize", include_str!("../kernels/group_quantize.cu")),
+    ("grouped_bias_grad", include_str!("../kernels/grouped_bias_grad.cu")),
+    ("grouped_gemm", include_str!("../kernels/grouped_gemm.cu")),
+    ("grouped_gemm_act", include_str!("../kernels/grouped_gemm_act.cu")),
+    ("grouped_gemm_dact", include_str!("../kernels/grouped_gemm_dact.cu")),
+    ("grouped_wgrad", include_str!("../kernels/grouped_wgrad.cu")),
+    ("hopper_gemm", include_str!("../kernels/hopper_gemm.cu")),
+    ("hopper_gemm_act", include_str!("../kernels/hopper_gemm_act.cu")),
+    ("hopper_gemm_dact", include_str!("../kernels/hopper_gemm_dact.cu")),
+    ("hopper_wgrad", include_str!("../kernels/hopper_wgrad.cu")),
     ("permute", include_str!("../kernels/permute.cu")),
     ("quantize_weights", include_str!("../kernels/quantize_weights.cu")),
+    ("sum_slices", include_str!("../kernels/sum_slices.cu")),
+    ("sum_tiles", include_str!("../kernels/sum_tiles.cu")),
+    ("unpack", include_str!("../kernels/unpack.cu")),
     ("unpermute", include_str!("../kernels/unpermute.cu")),
     ("weights_amax", include_str!("../kernels/weights_amax.cu")),
 ];
@@ -29,10 +43,15 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("fragment_amax.cuh", include_str!("../kernels/fragment_amax.cuh")),
     ("glu.cuh", include_str!("../kernels/glu.cuh")),
     ("groups.cuh", include_str!("../kernels/groups.cuh")),
+    ("hopper_pipeline.cuh", include_str!("../kernels/hopper_pipeline.cuh")),
+    ("hopper_rows.cuh", include_str!("../kernels/hopper_rows.cuh")),
+    ("mma.cuh", include_str!("../kernels/mma.cuh")),
+    ("mma_loop.cuh", include_str!("../kernels/mma_loop.cuh")),
     ("numerics.cuh", include_str!("../kernels/numerics.cuh")),
     ("output.cuh", include_str!("../kernels/output.cuh")),
     ("reduce.cuh", include_str!("../kernels/reduce.cuh")),
     ("shared_tile.cuh", include_str!("../kernels/shared_tile.cuh")),
+    ("wgmma.cuh", include_str!("../kernels/wgmma.cuh")),
 ];
 
 #[cfg(test)]

@@ -16,30 +16,30 @@ const LINE: u32 = 64;
 impl TensorMap {
     /// Of `[rows, cols]` at `address`, boxes of `box_rows` lines.
     pub(crate) fn matrix(address: u64, [rows, cols]: [usize; 2], box_rows: u32) -> Result<Self, CallError> {
-        Self::new(address, &[cols, rows], &[LINE, box_rows])
+        Self::new(address, &[cols as u64, rows as u64], &[bytes(cols as u64)], &[LINE, box_rows])
     }
 
-    /// Of `[experts, rows, cols]` at `address`, boxes of `box_rows` lines of one expert.
+    /// Of `[rows, cols]` for each expert, `stride` elements apart, the first at `address`; boxes of `box_rows` lines of
+    /// one expert.
     pub(crate) fn of_experts(
         address: u64,
         [experts, rows, cols]: [usize; 3],
+        stride: u64,
         box_rows: u32,
     ) -> Result<Self, CallError> {
-        Self::new(address, &[cols, rows, experts], &[LINE, box_rows, 1])
+        let dims = [cols, rows, experts].map(|d| d as u64);
+        // Of one expert there is no distance.
+        let stride = if experts == 1 { dims[0] * dims[1] } else { stride };
+        Self::new(address, &dims, &[bytes(dims[0]), bytes(stride)], &[LINE, box_rows, 1])
     }
 
-    fn new(address: u64, dims: &[usize], lines: &[u32]) -> Result<Self, CallError> {
-        let dims: Vec<u64> = dims.iter().map(|&d| d as u64).collect();
-        let mut stride = size_of::<half::bf16>() as u64;
-        let strides: Vec<u64> = dims[..dims.len() - 1]
-            .iter()
-            .map(|d| {
-                stride *= d;
-                stride
-            })
-            .collect();
-        let map = raw::encode_tensor_map(address, &dims, &strides, lines)
+    fn new(address: u64, dims: &[u64], strides: &[u64], lines: &[u32]) -> Result<Self, CallError> {
+        let map = raw::encode_tensor_map(address, dims, strides, lines)
             .map_err(|e| e.of(format!("a BF16 tensor {dims:?} (innermost first) at {address:#x}")))?;
         Ok(Self(map))
     }
+}
+
+fn bytes(elements: u64) -> u64 {
+    elements * size_of::<half::bf16>() as u64
 }

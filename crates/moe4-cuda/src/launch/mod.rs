@@ -3,21 +3,38 @@
 //! Each takes a pass of the contract whose lengths are checked, turns it into grid and arguments, and says what it cannot
 //! check: that views name memory of this GPU, which their makers promise. Grids follow from shapes, never from splits.
 
+mod addresses;
+mod column_sums;
 mod dequantize;
 mod group_amax;
 mod group_hadamard_amax;
 mod group_offsets;
 mod group_quantize;
+mod grouped_bias_grad;
+mod grouped_gemm;
+mod grouped_gemm_act;
+mod grouped_gemm_dact;
+mod grouped_wgrad;
+pub(crate) mod hopper;
 mod permute;
+mod products;
 mod quantize_weights;
+mod unpack;
 mod unpermute;
 
+pub(crate) use column_sums::variant as column_sums_variant;
 pub(crate) use dequantize::{dequantize, variant as dequantize_variant};
 pub(crate) use group_amax::group_amax;
 pub(crate) use group_hadamard_amax::{group_hadamard_amax, variant as group_hadamard_amax_variant};
 pub(crate) use group_offsets::group_offsets;
 pub(crate) use group_quantize::{Copy, group_quantize, variant as group_quantize_variant};
+pub(crate) use grouped_bias_grad::grouped_bias_grad;
+pub(crate) use grouped_gemm::{grouped_gemm, variant as grouped_gemm_variant};
+pub(crate) use grouped_gemm_act::{grouped_gemm_act, variant as grouped_gemm_act_variant};
+pub(crate) use grouped_gemm_dact::{grouped_gemm_dact, variant as grouped_gemm_dact_variant};
+pub(crate) use grouped_wgrad::{grouped_wgrad, variant as grouped_wgrad_variant};
 pub(crate) use permute::{permute, variant as permute_variant};
+pub(crate) use products::{EpilogueAmax, EpilogueChoice};
 pub(crate) use quantize_weights::{quantize_weights, variant as quantize_weights_variant};
 pub(crate) use unpermute::{unpermute, variant as unpermute_variant};
 

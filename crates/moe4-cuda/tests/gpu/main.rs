@@ -11,7 +11,8 @@
 //! |---|---|
 //! | `conformance` | the suite that every backend passes |
 //! | `bytes`, `ranges` | large tensors and rare values, byte for byte as on the CPU |
-//! | `graphs` | passes recorded once and launched with other splits |
+//! | `products` | products and their epilogues over several tiles |
+//! | `graphs`, `product_graphs` | passes recorded once and launched with other splits |
 //! | `faults` | what is wrong with splits, indices, addresses, captures, and small shapes |
 //! | `large` | more than 2^31 elements |
 //! | `threads`, `borrowed` | several backends at once; memory and streams of others |
@@ -29,6 +30,8 @@ mod faults;
 mod graphs;
 mod large;
 mod no_driver;
+mod product_graphs;
+mod products;
 mod ranges;
 mod sanitizer;
 mod support;

@@ -7,15 +7,17 @@
 //! ```
 
 use crate::cases::{Case, Form, Setting, same_copy, stochastic};
+use crate::products::{self, operand, scattered_weights};
 use crate::support::{cuda, must, refused};
 use half::bf16;
-use moe4::kernels::contract::{NO_ROW, WeightShape};
+use moe4::kernels::activation::{Activation, GluLayout};
+use moe4::kernels::contract::{GradMode, NO_ROW, Side, WeightShape};
 use moe4::kernels::cpu::Cpu;
 use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::Rounding;
 use moe4::tensor::{Groups, ScaleLayout};
-use moe4_conformance::compare::{bf16_bits, f32_bits};
-use moe4_conformance::{InCase, Outcome, data, drive};
+use moe4_conformance::compare::{alive, bf16_bits, f32_bits};
+use moe4_conformance::{InCase, Outcome, data, drive, judge};
 use moe4_cuda::catalog;
 use moe4_cuda::variant::Variant;
 
@@ -133,6 +135,96 @@ fn offsets() -> Outcome {
     Ok(())
 }
 
+/// Unpacked, and in BF16.
+fn product(variant: &Variant, groups: &Groups) -> Outcome {
+    let side =
+        if variant.kernel == "grouped_gemm" && chosen(variant, "DGRAD") { Side::Dgrad } else { Side::Fprop };
+    let shape = WeightShape { n: 48, k: COLS };
+    let contraction = side.dims(shape).1;
+    for quantized in [false, true] {
+        let a = operand(&data_of(groups, contraction), contraction, groups, quantized, false)?;
+        let w = products::weights(SPLITS.len(), shape, quantized, 1440)?;
+        let bias = data::normal_f32(SPLITS.len() * side.dims(shape).0, 1441);
+        let bias = Some(drive::Bias { bias: &bias, prob: None });
+        let case = drive::Gemm { a: &a, w: &w, shape, side, groups, bias };
+        judge::gemm(&case, &case.run(cuda())?)?;
+    }
+    Ok(())
+}
+
+/// Values for products, finite where experts have rows.
+fn data_of(groups: &Groups, cols: usize) -> Vec<bf16> {
+    products::tensor(groups, cols, 1442)
+}
+
+/// FC1 or FC2's dgrad. The passes of the suite ask for both amaxes or none; other choices run in tests of their own.
+fn epilogue(variant: &Variant, groups: &Groups) -> Outcome {
+    let define =
+        |name| variant.defines.iter().find(|(define, _)| *define == name).map_or(0, |(_, value)| *value);
+    let activation = Activation::all()[define("ACTIVATION") as usize];
+    let layout = GluLayout::ALL[define("LAYOUT") as usize];
+    let (hidden, ffn, mask) = (48, 160, (define("AMAX") == 2).then_some(SignMask::DEFAULT));
+    let (n1, experts) = (activation.fc1_rows(ffn), SPLITS.len());
+    let prob = data::probabilities(ROWS, 1450);
+    let x = operand(&data_of(groups, hidden), hidden, groups, false, false)?;
+    if variant.kernel == "grouped_gemm_act" {
+        let w1 = products::weights(experts, WeightShape { n: n1, k: hidden }, false, 1451)?;
+        let case = drive::GemmAct {
+            x: &x,
+            w1: &w1,
+            b1: None,
+            hidden,
+            ffn,
+            activation,
+            layout,
+            prob: &prob,
+            groups,
+            amax: mask,
+        };
+        return judge::gemm_act(&case, &case.run(cuda())?);
+    }
+    let w2 = products::weights(experts, WeightShape { n: hidden, k: ffn }, false, 1452)?;
+    let c = data_of(groups, n1);
+    let case = drive::GemmDact {
+        dy: &x,
+        w2: &w2,
+        hidden,
+        ffn,
+        activation,
+        layout,
+        c: &c,
+        prob: &prob,
+        groups,
+        extras: mask,
+    };
+    judge::gemm_dact(&case, &case.run(cuda())?)
+}
+
+fn gradient(variant: &Variant, groups: &Groups) -> Outcome {
+    let (shape, quantized) = (WeightShape { n: 48, k: COLS }, chosen(variant, "QUANTIZED"));
+    let a = operand(&data_of(groups, shape.n), shape.n, groups, quantized, true)?;
+    let b = operand(&data_of(groups, shape.k), shape.k, groups, quantized, true)?;
+    let count = SPLITS.len() * shape.n * shape.k;
+    let before = match chosen(variant, "BF16_GRADIENT") {
+        true => drive::Grads::Bf16(data::normal(count, 1.0, 1460)),
+        false => drive::Grads::F32(data::normal_f32(count, 1460)),
+    };
+    let mode = if chosen(variant, "ACCUMULATE") { GradMode::Accumulate } else { GradMode::Overwrite };
+    let case = drive::Wgrad { a: &a, b: &b, shape, groups, mode, before };
+    judge::wgrad(&case, &case.run(cuda())?)
+}
+
+/// `column_sums` without weights is part of FC2's dgrad.
+fn bias_gradient(groups: &Groups) -> Outcome {
+    let dy = data_of(groups, COLS);
+    let (b2, prob) = (data::normal_f32(SPLITS.len() * COLS, 1470), data::probabilities(ROWS, 1471));
+    let case =
+        drive::BiasGrad { dy: &dy, hidden: COLS, b2: &b2, prob: &prob, groups, dprob: &vec![0.0; ROWS] };
+    let (dprob, db2) = case.run(cuda())?;
+    alive("dprob", &dprob)?;
+    alive("db2", &db2)
+}
+
 fn run(variant: &Variant, groups: &Groups) -> Outcome {
     let (cpu, experts) = (Cpu::new(), SPLITS.len());
     match variant.kernel {
@@ -155,6 +247,11 @@ fn run(variant: &Variant, groups: &Groups) -> Outcome {
         "quantize_weights" => weights(chosen(variant, "UNPACKED")),
         "dequantize" => dequantize(variant, groups),
         "permute" | "unpermute" => permutation(variant),
+        "addresses" => scattered_weights(260),
+        "grouped_gemm" | "unpack" => product(variant, groups),
+        "grouped_gemm_act" | "grouped_gemm_dact" | "sum_slices" => epilogue(variant, groups),
+        "grouped_wgrad" => gradient(variant, groups),
+        "grouped_bias_grad" | "column_sums" | "sum_tiles" => bias_gradient(groups),
         other => panic!("no pass is known for {other}: add it here"),
     }
 }

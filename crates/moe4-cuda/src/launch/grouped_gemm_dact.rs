@@ -1,0 +1,131 @@
+//! Launches `kernels/grouped_gemm_dact.cu`, and `kernels/sum_slices.cu` for dprob.
+
+use super::column_sums::column_sums;
+use super::products::*;
+use super::{THREADS, aligned, blocks, hopper, plain};
+use crate::backend::Cuda;
+use crate::driver::{Arguments, Grid};
+use crate::memory::DeviceMemory;
+use crate::variant::Variant;
+use bytemuck::{Pod, Zeroable};
+use moe4::kernels::contract::{GroupedGemmDact, Side, WeightShape};
+use moe4::kernels::{Backend, Error};
+
+/// `h_again`: whether it writes `h`.
+pub(crate) fn variant(choice: EpilogueChoice, h_again: bool, hopper: bool) -> Variant {
+    let kernel = if hopper { "hopper_gemm_dact" } else { "grouped_gemm_dact" };
+    let again = [("H_AGAIN", u32::from(h_again))];
+    Variant { kernel, defines: choice.defines().into_iter().chain(again).collect() }
+}
+
+/// `DactOut` of `kernels/epilogue_dact.cuh`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct DactArgument {
+    c: u64,
+    prob: u64,
+    dc: u64,
+    dprob: u64,
+    h: u64,
+    dh: u64,
+    rows: u64,
+    ffn: u32,
+    activation: ActivationArgument,
+    dc_amax: AmaxArgument,
+}
+
+pub(crate) fn grouped_gemm_dact(cuda: &Cuda, pass: GroupedGemmDact<'_, DeviceMemory>) -> Result<(), Error> {
+    pass.check()?;
+    let GroupedGemmDact {
+        dy,
+        w2,
+        hidden,
+        ffn,
+        activation,
+        layout,
+        c,
+        prob,
+        groups,
+        dc,
+        dprob,
+        db1,
+        dc_amax,
+        h,
+        dh,
+    } = pass;
+    let name = "grouped_gemm_dact";
+    let (shape, rows) = (WeightShape { n: hidden, k: ffn }, groups.extent().rows);
+    let (hidden, ffn) = (dimension("hidden", hidden)?, dimension("ffn", ffn)?);
+    let tiles = (ffn as usize).div_ceil(TILE_COLS);
+    // As many as the kernels for any GPU need; Hopper's need fewer.
+    let slices = tiles * TILE_COLS / SLICE_FEATURES;
+    let (c, prob) = (aligned(name, "c", c.address(), 16)?, aligned(name, "prob", prob.address(), 4)?);
+    let (dc, dprob) = (aligned(name, "dc", dc.address(), 16)?, aligned(name, "dprob", dprob.address(), 4)?);
+    let h = optional(name, "h", h.map(|h| h.address()), 16)?;
+    let dh = optional(name, "dh", dh.map(|dh| dh.address()), 16)?;
+    let (dc_amax, amax) = AmaxArgument::new(cuda, name, &dc_amax)?;
+    let choice = EpilogueChoice::new(&activation, layout, amax);
+    let sum = cuda.kernel(&plain("sum_slices"))?;
+    let partial = cuda.empty::<f32>(slices * rows)?;
+    let partial = partial.view();
+    let out = DactArgument {
+        c,
+        prob,
+        dc,
+        dprob: partial.address(),
+        h,
+        dh,
+        rows: rows as u64,
+        ffn,
+        activation: ActivationArgument::new(&activation),
+        dc_amax,
+    };
+    let dy = Bf16Operand::new(cuda, name, "dy", dy)?;
+    let w2 = Bf16Weights::new(cuda, name, "w2", w2, shape.n * shape.k)?;
+    let (scales, groups_argument) = (ScalesArgument::of_weights(name, &dy, &w2)?, groups.argument());
+    let (width, outputs) = (hopper::TILE_N, ffn as usize);
+    let product = hopper::RowProduct {
+        a: dy.address,
+        w: w2.argument,
+        shape,
+        side: Side::Dgrad,
+        width,
+        outputs,
+        scales,
+        groups,
+    };
+    let slices = if hopper::is_hopper(cuda) && product.fits() {
+        // SAFETY: `check` compared lengths with shapes; operands and partial sums live until all is enqueued and are freed
+        // behind it.
+        unsafe { product.launch(cuda, &variant(choice, h != 0, true), &out) }?;
+        outputs.div_ceil(width)
+    } else {
+        let kernel = cuda.kernel(&variant(choice, h != 0, false))?;
+        let arguments = Arguments::of("[T, F, E]", shape_of(groups, ffn))
+            .with(&dy.address)
+            .with(&w2.argument)
+            .with(&hidden)
+            .with(&scales)
+            .with(&groups_argument)
+            .with(&out);
+        let grid = Grid::new(groups.grid(tiles as u32), THREADS);
+        // SAFETY: as above.
+        cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })?;
+        slices
+    };
+
+    let (slices, rows_argument) = (slices as u32, rows as u64);
+    let arguments = Arguments::of("[T, slices, E]", shape_of(groups, slices))
+        .with(&out.dprob)
+        .with(&slices)
+        .with(&rows_argument)
+        .with(&groups_argument)
+        .with(&dprob);
+    let grid = Grid::new([blocks(rows, THREADS as usize, 1 << 30), 1, 1], THREADS);
+    // SAFETY: the product has written the partial sums of all rows of experts, the only ones that are read.
+    cuda.on(unsafe { sum.launch(cuda.stream(), grid, arguments) })?;
+    match db1 {
+        Some(db1) => column_sums(cuda, name, dc, activation.fc1_rows(ffn as usize) as u32, None, groups, db1),
+        None => Ok(()),
+    }
+}
