@@ -38,12 +38,12 @@ pub(crate) fn grouped_gemm_act(cuda: &Cuda, pass: GroupedGemmAct<'_, DeviceMemor
     let (b1, prob) =
         (optional(name, "b1", b1.map(|b1| b1.address()), 8)?, aligned(name, "prob", prob.address(), 4)?);
     let (c, h) = (aligned(name, "c", c.address(), 16)?, aligned(name, "h", h.address(), 16)?);
-    let (h_amax, amax) = AmaxArgument::new(cuda, name, &h_amax)?;
-    let choice = EpilogueChoice::new(&activation, layout, amax);
-    let out = ActArgument { b1, prob, c, h, ffn, activation: ActivationArgument::new(&activation), h_amax };
     let x = Bf16Operand::new(cuda, name, "x", x)?;
     let w1 = Bf16Weights::new(cuda, name, "w1", w1, shape.n * shape.k)?;
     let (scales, groups_argument) = (ScalesArgument::of_weights(name, &x, &w1)?, groups.argument());
+    let (h_amax, amax) = AmaxArgument::new(cuda, name, &h_amax)?;
+    let choice = EpilogueChoice::new(&activation, layout, amax);
+    let out = ActArgument { b1, prob, c, h, ffn, activation: ActivationArgument::new(&activation), h_amax };
     let gates = if activation.is_gated() { 2 } else { 1 };
     let product = hopper::RowProduct {
         a: x.address,

@@ -1,6 +1,6 @@
 //! Launches `kernels/grouped_gemm_dact.cu`, and `kernels/sum_slices.cu` for dprob.
 
-use super::column_sums::column_sums;
+use super::column_sums::ColumnSums;
 use super::products::*;
 use super::{THREADS, aligned, blocks, hopper, plain};
 use crate::backend::Cuda;
@@ -63,6 +63,10 @@ pub(crate) fn grouped_gemm_dact(cuda: &Cuda, pass: GroupedGemmDact<'_, DeviceMem
     let (dc, dprob) = (aligned(name, "dc", dc.address(), 16)?, aligned(name, "dprob", dprob.address(), 4)?);
     let h = optional(name, "h", h.map(|h| h.address()), 16)?;
     let dh = optional(name, "dh", dh.map(|dh| dh.address()), 16)?;
+    let db1 = db1.map(|db1| ColumnSums::new(name, groups, &db1)).transpose()?;
+    let dy = Bf16Operand::new(cuda, name, "dy", dy)?;
+    let w2 = Bf16Weights::new(cuda, name, "w2", w2, shape.n * shape.k)?;
+    let (scales, groups_argument) = (ScalesArgument::of_weights(name, &dy, &w2)?, groups.argument());
     let (dc_amax, amax) = AmaxArgument::new(cuda, name, &dc_amax)?;
     let choice = EpilogueChoice::new(&activation, layout, amax);
     let sum = cuda.kernel(&plain("sum_slices"))?;
@@ -80,9 +84,6 @@ pub(crate) fn grouped_gemm_dact(cuda: &Cuda, pass: GroupedGemmDact<'_, DeviceMem
         activation: ActivationArgument::new(&activation),
         dc_amax,
     };
-    let dy = Bf16Operand::new(cuda, name, "dy", dy)?;
-    let w2 = Bf16Weights::new(cuda, name, "w2", w2, shape.n * shape.k)?;
-    let (scales, groups_argument) = (ScalesArgument::of_weights(name, &dy, &w2)?, groups.argument());
     let (width, outputs) = (hopper::TILE_N, ffn as usize);
     let product = hopper::RowProduct {
         a: dy.address,
@@ -125,7 +126,7 @@ pub(crate) fn grouped_gemm_dact(cuda: &Cuda, pass: GroupedGemmDact<'_, DeviceMem
     // SAFETY: the product has written the partial sums of all rows of experts, the only ones that are read.
     cuda.on(unsafe { sum.launch(cuda.stream(), grid, arguments) })?;
     match db1 {
-        Some(db1) => column_sums(cuda, name, dc, activation.fc1_rows(ffn as usize) as u32, None, groups, db1),
+        Some(db1) => db1.launch(cuda, dc, activation.fc1_rows(ffn as usize) as u32, None),
         None => Ok(()),
     }
 }

@@ -258,7 +258,7 @@ pub(super) struct AmaxArgument {
 }
 
 impl AmaxArgument {
-    /// Also clears what the epilogue takes maxima into.
+    /// Also clears what the epilogue takes maxima into: the last thing before the launch that may refuse.
     pub(super) fn new(
         cuda: &Cuda,
         kernel: &'static str,
@@ -266,16 +266,22 @@ impl AmaxArgument {
     ) -> Result<(Self, EpilogueAmax), Error> {
         let Some(AmaxOut { amax, rht }) = out else { return Ok((Self::zeroed(), EpilogueAmax::None)) };
         let mut argument = Self { amax: aligned(kernel, "amax", amax.address(), 4)?, ..Self::zeroed() };
-        cuda.clear(amax)?;
-        let Some((how, after)) = rht else { return Ok((argument, EpilogueAmax::Before)) };
-        argument.amax_rht = aligned(kernel, "amax after RHT", after.address(), 4)?;
-        cuda.clear(after)?;
-        match how {
-            RhtAmax::Bound => Ok((argument, EpilogueAmax::Bound)),
-            RhtAmax::Exact(mask) => {
-                Ok((Self { sign_mask: u32::from(mask.0), ..argument }, EpilogueAmax::Exact(*mask)))
+        let choice = match rht {
+            None => EpilogueAmax::Before,
+            Some((how, after)) => {
+                argument.amax_rht = aligned(kernel, "amax after RHT", after.address(), 4)?;
+                cuda.clear(after)?;
+                match how {
+                    RhtAmax::Bound => EpilogueAmax::Bound,
+                    RhtAmax::Exact(mask) => {
+                        argument.sign_mask = u32::from(mask.0);
+                        EpilogueAmax::Exact(*mask)
+                    }
+                }
             }
-        }
+        };
+        cuda.clear(amax)?;
+        Ok((argument, choice))
     }
 }
 

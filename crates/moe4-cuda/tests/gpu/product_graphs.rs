@@ -133,7 +133,7 @@ impl Weight {
     }
 
     fn operand(&self) -> WeightOperand<'_, DeviceMemory> {
-        WeightOperand::Nvfp4(self.copy.operand(&self.amax))
+        WeightOperand::Nvfp4 { packed: self.copy.operand(&self.amax), unpacked: None }
     }
 }
 
