@@ -6,6 +6,7 @@
 
 /// Kernels: base name and text of `kernels/<name>.cu`.
 pub const SOURCES: &[(&str, &str)] = &[
+    ("copy_pages", include_str!("../kernels/copy_pages.cu")),
     ("dequantize", include_str!("../kernels/dequantize.cu")),
     ("group_amax", include_str!("../kernels/group_amax.cu")),
     ("group_hadamard_amax", include_str!("../kernels/group_hadamard_amax.cu")),

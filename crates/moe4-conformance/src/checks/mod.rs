@@ -19,6 +19,7 @@ mod rows;
 mod savings;
 
 pub use invariants::{large_steps, same_steps};
+pub use savings::paged_stash_over;
 
 use crate::report::Outcome;
 use moe4::kernels::{Backend, Capabilities, Host};

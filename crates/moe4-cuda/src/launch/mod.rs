@@ -3,6 +3,7 @@
 //! Each takes a pass of the contract whose lengths are checked, turns it into grid and arguments, and says what it cannot
 //! check: that views name memory of this GPU, which their makers promise. Grids follow from shapes, never from splits.
 
+mod copy_pages;
 mod dequantize;
 mod group_amax;
 mod group_hadamard_amax;
@@ -12,6 +13,9 @@ mod permute;
 mod quantize_weights;
 mod unpermute;
 
+pub(crate) use copy_pages::{
+    MOST_PARTS, PAGE_LIMIT, PartArgument, Store, WORD, copy_pages, variant as copy_pages_variant,
+};
 pub(crate) use dequantize::{dequantize, variant as dequantize_variant};
 pub(crate) use group_amax::group_amax;
 pub(crate) use group_hadamard_amax::{group_hadamard_amax, variant as group_hadamard_amax_variant};

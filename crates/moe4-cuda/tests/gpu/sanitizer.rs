@@ -155,6 +155,7 @@ fn run(variant: &Variant, groups: &Groups) -> Outcome {
         "quantize_weights" => weights(chosen(variant, "UNPACKED")),
         "dequantize" => dequantize(variant, groups),
         "permute" | "unpermute" => permutation(variant),
+        "copy_pages" => crate::pages::round_trips(16),
         other => panic!("no pass is known for {other}: add it here"),
     }
 }
