@@ -63,7 +63,7 @@
 //! | 27 | conventions of global scales in files | not here, likewise |
 //! | 28 | missing experts and NaN scales in files | not here, likewise |
 //! | 29 | which GPU this is | not here: belongs to the driver of the CUDA backend |
-//! | 30 | paged stash | not here yet: the stash is not built |
+//! | 30 | paged stash | `savings/paged stash` in host memory; [`checks::paged_stash_over`] with another pool |
 #![forbid(unsafe_code)]
 
 pub mod alter;

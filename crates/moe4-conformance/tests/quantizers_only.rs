@@ -50,6 +50,7 @@ fn the_operator_is_refused_before_its_first_pass() {
         random: RandomSeed { seed: 1, call: 0 },
         weights_per_expert: false,
         accumulate_onto: None,
+        delayed: false,
     };
     let refused = step.run(&cpu).unwrap_err();
     let Error::Unsupported(refused) = refused else { panic!("{refused}") };

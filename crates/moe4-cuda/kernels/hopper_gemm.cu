@@ -1,6 +1,6 @@
 // `grouped_gemm` on Hopper: out [T, n] = bf16(alpha * a * W[e] (+ bias * prob)); see hopper_rows.cuh.
 //
-// Compile-time choice: B_MN_MAJOR (dgrad).
+// Compile-time choice: DGRAD (dgrad).
 #include "hopper_rows.cuh"
 
 struct Prepared {
@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_gemm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap w,
                 const __grid_constant__ Groups groups, const __grid_constant__ RowProduct product, const Scales scales,
                 const __grid_constant__ PlainOut out) {
-    multiply_rows<B_MN_MAJOR, false>(
+    multiply_rows<DGRAD, false>(
         &a, &w, groups, product,
         [&](const FragmentRows& rows, u32 expert, Place) {
             return Prepared{load_scales(scales, expert), bias_weights(out, rows)};

@@ -2,14 +2,14 @@
 //
 //   a [n, Tp], b [k, Tp]: columnwise copies; a contraction never leaves the expert's own positions
 //
-// See hopper_pipeline.cuh for the main loop. Compile-time choices: DW_BF16, ACCUMULATE.
+// See hopper_pipeline.cuh for the main loop. Compile-time choices: BF16_GRADIENT, ACCUMULATE.
 #include "epilogue.cuh"
 #include "groups.cuh"
 #include "hopper_pipeline.cuh"
 
 constexpr u32 BAND = 8;
 
-#if DW_BF16
+#if BF16_GRADIENT
 typedef u16 Gradient;
 #else
 typedef float Gradient;

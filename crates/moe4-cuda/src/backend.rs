@@ -248,7 +248,7 @@ impl Backend for Cuda {
 
     fn groups(&self, groups: &Groups) -> Result<DeviceGroups, Error> {
         let (extent, arrays) = host_arrays(groups);
-        Ok(DeviceGroups::new(self.upload_plain(&arrays)?, extent))
+        Ok(DeviceGroups::new(self.upload_plain(&arrays)?, extent).of_live_rows(groups.live_rows()))
     }
     fn empty<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>, Error> {
         let bytes = len.checked_mul(size_of::<T>()).ok_or_else(|| Misuse::Value {

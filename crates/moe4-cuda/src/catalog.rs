@@ -46,6 +46,7 @@ pub fn catalog() -> Vec<CatalogEntry> {
     variants.extend([8, 1].map(launch::permute_variant));
     variants.extend([8, 1].map(launch::unpermute_variant));
     variants.extend(products());
+    variants.extend([false, true].map(launch::copy_pages_variant));
     variants
         .into_iter()
         .map(|variant| {

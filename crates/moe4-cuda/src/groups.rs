@@ -20,6 +20,8 @@ pub(crate) const TILE_ROWS: usize = 128;
 pub struct DeviceGroups {
     arrays: Arc<DeviceBuffer<u64>>,
     extent: GroupsExtent,
+    /// Rows that experts own, if the host knows the splits.
+    live_rows: Option<usize>,
 }
 
 /// What the host knows of groups.
@@ -71,7 +73,28 @@ pub(crate) struct GroupsArgument {
 
 impl DeviceGroups {
     pub(crate) fn new(arrays: DeviceBuffer<u64>, extent: GroupsExtent) -> Self {
-        Self { arrays: Arc::new(arrays), extent }
+        Self { arrays: Arc::new(arrays), extent, live_rows: None }
+    }
+
+    /// The same groups, of splits that the host knows.
+    pub(crate) fn of_live_rows(self, live_rows: usize) -> Self {
+        Self { live_rows: Some(live_rows), ..self }
+    }
+
+    /// From now on only the device knows the splits.
+    pub(crate) fn forget_live_rows(&mut self) {
+        self.live_rows = None;
+    }
+
+    /// Rows that experts own, if the host knows the splits; all token positions are then alive.
+    pub(crate) fn known_live_rows(&self) -> Option<usize> {
+        self.live_rows
+    }
+
+    /// Where the device finds the numbers of live rows and of live token positions, `u64` each.
+    pub(crate) fn live_counts(&self) -> [u64; 2] {
+        let [offsets, padded, ..] = self.parts();
+        [offsets, padded].map(|array| array + (self.extent.experts * size_of::<u64>()) as u64)
     }
 
     /// Addresses of the parts of the buffer.

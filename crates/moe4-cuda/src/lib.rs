@@ -14,6 +14,7 @@
 //! | module | what |
 //! |---|---|
 //! | [`Cuda`] | the backend |
+//! | [`CudaPages`] | pages of a paged stash, in device memory or pinned host memory |
 //! | [`driver`] | devices, streams, events, graphs: every call of the driver, checked |
 //! | [`compile`] | from source to cubin: NVRTC, and a cache on disk |
 //! | [`variant`] | the kernels and the choices that each is compiled for |
@@ -28,6 +29,7 @@ mod faults;
 mod groups;
 mod launch;
 mod memory;
+mod pages;
 pub mod sources;
 pub mod variant;
 
@@ -35,3 +37,4 @@ pub use backend::{Cuda, CudaOptions};
 pub use catalog::{CatalogEntry, catalog};
 pub use groups::DeviceGroups;
 pub use memory::{DeviceBuffer, DeviceMemory, DeviceView, DeviceViewMut};
+pub use pages::{Behind, CudaPages, Incoming, PageHome};

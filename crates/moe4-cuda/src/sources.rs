@@ -8,6 +8,7 @@
 pub const SOURCES: &[(&str, &str)] = &[
     ("addresses", include_str!("../kernels/addresses.cu")),
     ("column_sums", include_str!("../kernels/column_sums.cu")),
+    ("copy_pages", include_str!("../kernels/copy_pages.cu")),
     ("dequantize", include_str!("../kernels/dequantize.cu")),
     ("group_amax", include_str!("../kernels/group_amax.cu")),
     ("group_hadamard_amax", include_str!("../kernels/group_hadamard_amax.cu")),

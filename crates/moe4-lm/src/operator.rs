@@ -140,7 +140,7 @@ impl Operator {
     ) -> Result<Gradients, Error> {
         let saved = match saved {
             Saved::InPlace(saved) => saved,
-            Saved::Paged(stored) => stored.restore(),
+            Saved::Paged(stored) => stored.restore()?,
         };
         let experts = self.mlp.config().experts;
         let [mut w1, mut w2] = self.mlp.weight_shapes().map(|shape| vec![0.0; experts * shape.n * shape.k]);

@@ -62,6 +62,7 @@ fn run<B: Backend>(b: &B, golden: &MlpGolden, recompute: bool) -> Result<StepOut
         random: RandomSeed::default(),
         weights_per_expert: false,
         accumulate_onto: None,
+        delayed: false,
     };
     Ok(step.run(b)?)
 }

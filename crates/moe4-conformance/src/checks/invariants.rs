@@ -64,6 +64,7 @@ impl Inputs {
             random: RandomSeed { seed: 11, call: 3 },
             weights_per_expert: false,
             accumulate_onto: None,
+            delayed: false,
         }
     }
 
@@ -203,6 +204,24 @@ pub(super) fn recompute<B: Backend>(b: &B) -> Outcome {
         not_zero(&off)?;
         step.config.recompute_activation = true;
         same(&off, &step.run(b)?)
+    })
+}
+
+/// Weight gradients computed later, overwritten and accumulated: the same bits.
+pub(super) fn delayed<B: Backend>(b: &B) -> Outcome {
+    each(|inputs| {
+        for (recompute, onto) in [(false, None), (true, None), (false, Some(0.5)), (true, Some(0.5))] {
+            let mut step = inputs.step();
+            step.config.recompute_activation = recompute;
+            step.accumulate_onto = onto;
+            let at_once = step.run(b)?;
+            not_zero(&at_once)?;
+            step.delayed = true;
+            let later = step.run(b)?;
+            same(&at_once, &later).in_case(format!("recompute={recompute}, onto {onto:?}"))?;
+            same_trace(&at_once, &later)?;
+        }
+        Ok(())
     })
 }
 

@@ -19,6 +19,7 @@ mod rows;
 mod savings;
 
 pub use invariants::{large_steps, same_steps};
+pub use savings::paged_stash_over;
 
 use crate::report::Outcome;
 use moe4::kernels::{Backend, Capabilities, Host};
@@ -112,6 +113,7 @@ pub fn all<B: Backend>() -> Vec<Check<B>> {
         products("operands/unpacked, grouped_wgrad", operands::wgrad),
         products("operands/unpacked, the whole operator", operands::operator),
         products("invariant 2/recompute on equals off", invariants::recompute),
+        products("invariant 2/delayed weight gradients", invariants::delayed),
         products("invariant 2/partial needs and separate amaxes", invariants::needs_and_separate_pass),
         products("invariant 3/epilogue amaxes equal their pass", invariants::epilogue_amaxes),
         products("invariant 4/two runs are equal", invariants::two_runs),

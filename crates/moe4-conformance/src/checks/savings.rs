@@ -6,9 +6,10 @@ use crate::compare::{alive, bf16_bits, bytes, f32_bits};
 use crate::drive::{Step, StepOut};
 use crate::report::{Failure, InCase, Outcome};
 use moe4::kernels::activation::Activation;
+use moe4::kernels::pages::PagePool;
 use moe4::kernels::reference::Reference;
 use moe4::kernels::work::Work;
-use moe4::kernels::{Backend, Entry, EpilogueAmax, Host, Ledger, PassName};
+use moe4::kernels::{Backend, Entry, EpilogueAmax, Error, Host, Ledger, PassName};
 use moe4::mlp::{
     DcAmax, GradientRounding, GroupedMlpConfig, InPlace, Needs, PagedStash, Precision, TracedData,
 };
@@ -240,13 +241,21 @@ fn counted_bytes_of<B: Backend>(b: &B, unpacked: bool) -> Outcome {
     counted("operations", 3 * 2 * t * hidden * (2 * ffn + ffn), flops)
 }
 
-/// Defect 30: a forward through a paged stash has the gradients of one kept in place, bit by bit.
+/// Defect 30, in pages of host memory.
 pub(super) fn paged_stash<B: Backend<Memory = Host>>(b: &B) -> Outcome {
+    paged_stash_over(b, || PagedStash::new(1000, 200))
+}
+
+/// Defect 30: a forward through a paged stash has the gradients of one kept in place, bit by bit.
+pub fn paged_stash_over<B: Backend, P: PagePool<Memory = B::Memory>>(
+    b: &B,
+    new: impl Fn() -> Result<PagedStash<P>, Error>,
+) -> Outcome {
     for (activation, recompute) in Activation::all().into_iter().zip([false, true, true, false, true]) {
         let case = || -> Outcome {
             let config = GroupedMlpConfig { recompute_activation: recompute, ..config(activation) };
             let inputs = Inputs::new(config, &SPLITS, ROWS, 77);
-            let stash = PagedStash::new(1000, 200)?;
+            let stash = new()?;
             let plain = inputs.step().run_stashed(b, &InPlace)?;
             let paged = inputs.step().run_stashed(b, &stash)?;
             f32_bits("gradients", &[plain.len()], &plain, &paged)?;

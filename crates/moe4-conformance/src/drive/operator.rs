@@ -6,8 +6,9 @@ use crate::report::Failure;
 use half::bf16;
 use moe4::kernels::{Backend, Buffer, Error, Memory};
 use moe4::mlp::{
-    BackwardArgs, Biases, ForwardArgs, GradBuffers, GradMode, GroupedMlp, GroupedMlpConfig, Needs,
-    PreparedWeights, RandomSeed, Stash, Trace, WeightGrad, WeightGrads, WeightSource,
+    BackwardArgs, Biases, DelayedBackward, Forward, ForwardArgs, GradBuffers, GradMode, GroupedMlp,
+    GroupedMlpConfig, Needs, PreparedWeights, RandomSeed, Stash, Trace, WeightGrad, WeightGrads,
+    WeightSource,
 };
 use moe4::tensor::Groups;
 use std::sync::Arc;
@@ -39,6 +40,8 @@ pub struct Step<'a> {
     pub weights_per_expert: bool,
     /// Value in every weight gradient's element before an accumulating backward; `None` overwrites poison.
     pub accumulate_onto: Option<f32>,
+    /// Weight gradients left for later, when what the forward saved is gone.
+    pub delayed: bool,
 }
 
 /// Everything that comes out of a step.
@@ -94,22 +97,27 @@ impl Step<'_> {
         let before = self.accumulate_onto.unwrap_or(f32::NAN);
         let mut dw1 = b.upload(&vec![before; experts * s1.n * s1.k])?;
         let mut dw2 = b.upload(&vec![before; experts * s2.n * s2.k])?;
-        let gradients = mlp.backward(
-            b,
-            &forward.saved,
-            BackwardArgs {
-                dy: B::Memory::view(&dy),
-                random: self.random,
-                dw: self.needs.weights.then(|| WeightGrads {
-                    dw1: grads::<B::Memory>(&mut dw1, experts, mode),
-                    dw2: grads::<B::Memory>(&mut dw2, experts, mode),
-                }),
-                trace: Some(&mut trace),
-            },
-        )?;
+        let Forward { y, saved } = forward;
+        let gradients = {
+            let dw = self.needs.weights.then(|| WeightGrads {
+                dw1: grads::<B::Memory>(&mut dw1, experts, mode),
+                dw2: grads::<B::Memory>(&mut dw2, experts, mode),
+            });
+            let dy = B::Memory::view(&dy);
+            let args = BackwardArgs { dy, random: self.random, dw: None, trace: Some(&mut trace) };
+            match dw {
+                Some(dw) if self.delayed => {
+                    let DelayedBackward { gradients, weights } = mlp.backward_delayed(b, &saved, args)?;
+                    drop(saved);
+                    weights.run(b, dw)?;
+                    gradients
+                }
+                dw => mlp.backward(b, &saved, BackwardArgs { dw, ..args })?,
+            }
+        };
         let optional = |x: &Option<Buffer<B::Memory, f32>>| x.as_ref().map(|x| download(b, x)).transpose();
         Ok(StepOut {
-            y: download(b, &forward.y)?,
+            y: download(b, &y)?,
             dx: gradients.dx.as_ref().map(|dx| download(b, dx)).transpose()?,
             dprob: download(b, &gradients.dprob)?,
             dw1: self.needs.weights.then(|| download(b, &dw1)).transpose()?,

@@ -1,8 +1,9 @@
-//! Device memory, allocated and freed in the order of a stream.
+//! Device memory, allocated and freed in the order of a stream; pinned host memory that a device reaches.
 
 use super::error::CallError;
-use super::raw;
+use super::raw::{self, Handle};
 use super::stream::Stream;
+use std::ffi::c_void;
 
 /// Owned bytes of device memory. Freed behind all work that is on its stream when it is dropped.
 #[derive(Debug)]
@@ -26,6 +27,11 @@ impl DeviceBytes {
     /// Where it lies.
     pub(crate) fn address(&self) -> u64 {
         self.address
+    }
+
+    /// From now on work on it is on `stream`, and it is freed behind that; the caller has ordered the two streams.
+    pub(crate) fn order_by(&mut self, stream: &Stream) {
+        self.stream = stream.clone();
     }
 
     /// All of it from the host. Returns when the host's data has been read.
@@ -60,6 +66,50 @@ impl Drop for DeviceBytes {
         let freed = self.stream.bound().and_then(|stream| {
             // SAFETY: nothing borrows this allocation any more, so nothing that uses it is enqueued after this.
             unsafe { raw::free(self.address, stream) }
+        });
+        if let Err(e) = freed {
+            log::warn!("{}: {e}", self.stream.device().facts().name);
+        }
+    }
+}
+
+/// Owned bytes of host memory that never move, and that kernels read and write. Freed when the stream that uses them
+/// is done.
+#[derive(Debug)]
+pub(crate) struct PinnedBytes {
+    /// Null if empty.
+    host: Handle<*mut c_void>,
+    /// Where the device finds it.
+    address: u64,
+    stream: Stream,
+}
+
+impl PinnedBytes {
+    /// Unspecified contents.
+    pub(crate) fn new(stream: &Stream, len: usize) -> Result<Self, CallError> {
+        stream.bound()?;
+        let mut pinned = Self { host: Handle(std::ptr::null_mut()), address: 0, stream: stream.clone() };
+        if len > 0 {
+            pinned.host = Handle(raw::allocate_pinned(len).map_err(|e| e.of(format!("{len} bytes")))?);
+            pinned.address = raw::address_on_device(pinned.host.0)?;
+        }
+        Ok(pinned)
+    }
+
+    /// Where it lies, for the device.
+    pub(crate) fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+impl Drop for PinnedBytes {
+    fn drop(&mut self) {
+        if self.host.0.is_null() {
+            return;
+        }
+        let freed = self.stream.synchronize().and_then(|()| {
+            // SAFETY: only work on this stream used it, and that is done.
+            unsafe { raw::free_pinned(self.host.0) }
         });
         if let Err(e) = freed {
             log::warn!("{}: {e}", self.stream.device().facts().name);

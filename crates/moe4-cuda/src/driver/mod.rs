@@ -18,7 +18,7 @@ pub use device::{Device, DeviceFacts};
 pub use error::{CallError, Unavailable};
 pub use event::Event;
 pub use graph::{Graph, Recording};
-pub(crate) use memory::{DeviceBytes, fill, read};
+pub(crate) use memory::{DeviceBytes, PinnedBytes, fill, read};
 pub(crate) use module::{Arguments, Grid, Kernel};
 pub use stream::Stream;
 pub(crate) use tensor_map::TensorMap;

@@ -223,6 +223,23 @@ pub(super) unsafe fn free(address: u64, stream: CUstream) -> Checked {
     check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(address, stream) })
 }
 
+/// `bytes > 0`; host memory that all contexts of this process reach.
+pub(super) fn allocate_pinned(bytes: usize) -> Checked<*mut c_void> {
+    Ok(returning!(cuMemHostAlloc(bytes, sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP)))
+}
+
+/// Where the current device finds memory from [`allocate_pinned`].
+pub(super) fn address_on_device(host: *mut c_void) -> Checked<u64> {
+    Ok(returning!(cuMemHostGetDevicePointer_v2(host, 0)))
+}
+
+/// # Safety
+/// `host` comes from [`allocate_pinned`] and nothing uses it any more.
+pub(super) unsafe fn free_pinned(host: *mut c_void) -> Checked {
+    // SAFETY: as required.
+    check("cuMemFreeHost", unsafe { sys::cuMemFreeHost(host) })
+}
+
 /// # Safety
 /// `bytes` bytes at `address` are device memory that nobody else uses until the stream has done this.
 pub(super) unsafe fn fill_bytes(address: u64, value: u8, bytes: usize, stream: CUstream) -> Checked {

@@ -37,6 +37,7 @@ pub(crate) fn group_offsets(
     }
     let splits = aligned("compute_groups", "splits", splits.address(), 8)?;
     let kernel = cuda.kernel(&plain("group_offsets"))?;
+    groups.forget_live_rows();
     let [offsets, padded, first_tiles, tiles] = groups.parts();
     let (experts, most_tiles) = (extent.experts as u32, extent.most_tiles() as u32);
     let faults = cuda.faults_address();

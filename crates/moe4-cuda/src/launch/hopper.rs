@@ -28,14 +28,14 @@ pub(crate) fn is_hopper(cuda: &Cuda) -> bool {
 
 /// Compile-time choices of `hopper_gemm`.
 pub(crate) fn gemm_variant(side: Side) -> Variant {
-    let defines = vec![("B_MN_MAJOR", u32::from(side == Side::Dgrad))];
+    let defines = vec![("DGRAD", u32::from(side == Side::Dgrad))];
     Variant { kernel: "hopper_gemm", defines }
 }
 
 /// Compile-time choices of `hopper_wgrad`.
 pub(crate) fn wgrad_variant(bf16_gradient: bool, mode: GradMode) -> Variant {
     let accumulate = mode == GradMode::Accumulate;
-    let defines = vec![("DW_BF16", u32::from(bf16_gradient)), ("ACCUMULATE", u32::from(accumulate))];
+    let defines = vec![("BF16_GRADIENT", u32::from(bf16_gradient)), ("ACCUMULATE", u32::from(accumulate))];
     Variant { kernel: "hopper_wgrad", defines }
 }
 

@@ -5,6 +5,7 @@
 
 mod addresses;
 mod column_sums;
+mod copy_pages;
 mod dequantize;
 mod group_amax;
 mod group_hadamard_amax;
@@ -23,6 +24,9 @@ mod unpack;
 mod unpermute;
 
 pub(crate) use column_sums::variant as column_sums_variant;
+pub(crate) use copy_pages::{
+    MOST_PARTS, PAGE_LIMIT, PartArgument, Store, WORD, copy_pages, variant as copy_pages_variant,
+};
 pub(crate) use dequantize::{dequantize, variant as dequantize_variant};
 pub(crate) use group_amax::group_amax;
 pub(crate) use group_hadamard_amax::{group_hadamard_amax, variant as group_hadamard_amax_variant};

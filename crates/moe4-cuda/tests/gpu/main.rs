@@ -16,6 +16,7 @@
 //! | `faults` | what is wrong with splits, indices, addresses, captures, and small shapes |
 //! | `large` | more than 2^31 elements |
 //! | `threads`, `borrowed` | several backends at once; memory and streams of others |
+//! | `pages` | pages of a paged stash, beside the stream of the passes |
 //! | `cache` | compiled kernels on disk |
 //! | `sanitizer` | each kernel variant once, on small shapes |
 //! | `no_driver` | a machine without a driver; needs no GPU |
@@ -30,6 +31,7 @@ mod faults;
 mod graphs;
 mod large;
 mod no_driver;
+mod pages;
 mod product_graphs;
 mod products;
 mod ranges;

@@ -248,10 +248,13 @@ fn run(variant: &Variant, groups: &Groups) -> Outcome {
         "dequantize" => dequantize(variant, groups),
         "permute" | "unpermute" => permutation(variant),
         "addresses" => scattered_weights(260),
-        "grouped_gemm" | "unpack" => product(variant, groups),
-        "grouped_gemm_act" | "grouped_gemm_dact" | "sum_slices" => epilogue(variant, groups),
-        "grouped_wgrad" => gradient(variant, groups),
+        "grouped_gemm" | "hopper_gemm" | "unpack" => product(variant, groups),
+        "grouped_gemm_act" | "grouped_gemm_dact" | "hopper_gemm_act" | "hopper_gemm_dact" | "sum_slices" => {
+            epilogue(variant, groups)
+        }
+        "grouped_wgrad" | "hopper_wgrad" => gradient(variant, groups),
         "grouped_bias_grad" | "column_sums" | "sum_tiles" => bias_gradient(groups),
+        "copy_pages" => crate::pages::round_trips(16),
         other => panic!("no pass is known for {other}: add it here"),
     }
 }

@@ -12,6 +12,7 @@ pub mod cpu;
 pub(crate) mod error;
 mod ledger;
 mod memory;
+pub mod pages;
 pub mod reference;
 pub mod work;
 

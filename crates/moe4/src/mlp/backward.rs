@@ -1,12 +1,13 @@
 //! The backward: from `dy` to `dx`, the weights' and the probabilities' gradients.
 
 use super::config::{GradientRounding, Precision};
+use super::delayed::WgradInputs;
 use super::plan::{OperandPlan, Phase};
 use super::quantize::{Amaxes, Copies, Grouped, quantize};
-use super::saved::{OwnedOperand, Saved, SavedTensor};
+use super::saved::{OwnedOperand, Saved};
 use super::trace::Trace;
-use super::{GroupedMlp, WeightGrad};
-use crate::kernels::contract::{GroupedBiasGrad, GroupedGemm, GroupedGemmDact, GroupedWgrad, Operand, Side};
+use super::{DelayedWeightGrads, GroupedMlp, WeightGrad};
+use crate::kernels::contract::{GroupedBiasGrad, GroupedGemm, GroupedGemmDact, Operand, Side};
 use crate::kernels::error::{expect_len, require};
 use crate::kernels::{Backend, Buffer, Error, Extent, Memory, Misuse, View};
 use crate::numerics::rounding::{RandomStream, Rounding};
@@ -18,7 +19,8 @@ pub struct BackwardArgs<'a, M: Memory> {
     pub dy: View<'a, M, bf16>,
     /// Where stochastic rounding takes its random bits from.
     pub random: RandomSeed,
-    /// Where `dW1` and `dW2` go; present exactly if the forward's needs asked for weight gradients.
+    /// Where `dW1` and `dW2` go; present exactly if the forward's needs asked for weight gradients and they are not
+    /// [delayed](GroupedMlp::backward_delayed).
     pub dw: Option<WeightGrads<'a, M>>,
     /// Copies of intermediate tensors, if wanted.
     pub trace: Option<&'a mut Trace>,
@@ -30,6 +32,15 @@ pub struct WeightGrads<'a, M: Memory> {
     pub dw1: WeightGrad<'a, M>,
     /// `[H, F]` an expert.
     pub dw2: WeightGrad<'a, M>,
+}
+
+impl<M: Memory> WeightGrads<'_, M> {
+    /// Lengths against the operator's shapes.
+    pub(super) fn check(&self, mlp: &GroupedMlp) -> Result<(), Misuse> {
+        let ([s1, s2], experts) = (mlp.weight_shapes(), mlp.config.experts);
+        self.dw1.check("backward", "dw1", s1, experts)?;
+        self.dw2.check("backward", "dw2", s2, experts)
+    }
 }
 
 /// The seed of a run and the number of this backward within it.
@@ -70,20 +81,125 @@ pub struct Gradients<M: Memory> {
     pub db2: Option<Buffer<M, f32>>,
 }
 
+/// What a backward returns that leaves the weights' gradients for later.
+#[derive(Debug)]
+pub struct DelayedBackward<M: Memory> {
+    /// Everything else.
+    pub gradients: Gradients<M>,
+    /// Computes them.
+    pub weights: DelayedWeightGrads<M>,
+}
+
+/// A backward up to the weights' gradients and `dx`.
+struct Started<M: Memory> {
+    gradients: Gradients<M>,
+    /// `[T, N1]`.
+    dc: Buffer<M, bf16>,
+    dc_copies: Copies<M>,
+    /// The columnwise copy of `dy`; none in BF16.
+    dy: Option<OwnedOperand<M>>,
+    /// What the weights' gradients read beside `dy` and `dc`, if they are wanted.
+    inputs: Option<WgradInputs<M>>,
+}
+
+impl<M: Memory> Started<M> {
+    fn rowwise_dc(&self) -> Operand<'_, M> {
+        operand_or(&self.dc_copies.rowwise, M::view(&self.dc))
+    }
+
+    fn columnwise_dc(&self) -> Operand<'_, M> {
+        operand_or(&self.dc_copies.columnwise, M::view(&self.dc))
+    }
+}
+
 impl GroupedMlp {
     /// Gradients of one forward. `saved` stays usable, so that a graph can be run backward again.
     pub fn backward<B: Backend>(
         &self,
         backend: &B,
         saved: &Saved<B::Memory>,
-        args: BackwardArgs<'_, B::Memory>,
+        mut args: BackwardArgs<'_, B::Memory>,
     ) -> Result<Gradients<B::Memory>, Error> {
-        let BackwardArgs { dy, random, dw, mut trace } = args;
+        self.check_backward(backend, saved, &args.dy)?;
+        let dw = args.dw.take();
+        match (&dw, saved.plan.needs.weights) {
+            (Some(dw), true) => dw.check(self)?,
+            (None, false) => {}
+            (None, true) => {
+                let fix = "pass dw, or call backward_delayed";
+                let conflict = "the forward was told that weights need gradients, got no buffers";
+                return Err(misuse("dw", conflict, fix));
+            }
+            (Some(_), false) => {
+                let fix = "pass Needs with weights to forward, or no buffers";
+                let conflict = "the forward was told that weights need no gradients, got buffers";
+                return Err(misuse("dw", conflict, fix));
+            }
+        }
+        let dy = args.dy;
+        let mut started = self.start(backend, saved, args)?;
+        // Taken, so that they are gone before `dx` is there.
+        let (dy_copy, inputs) = (started.dy.take(), started.inputs.take());
+        if let (Some(dw), Some(inputs)) = (dw, &inputs) {
+            let dy = operand_or(&dy_copy, B::Memory::shorten(dy));
+            inputs.products(self, backend, [dy, started.columnwise_dc()], dw)?;
+        }
+        drop((dy_copy, inputs));
+        started.gradients.dx = self.input_gradient(backend, saved, &started)?;
+        Ok(started.gradients)
+    }
+
+    /// Gradients of one forward without those of the weights, which are left for later: to fill a bubble of a
+    /// pipeline, or to run while `dx` is on its way to another device. `args.dw` is `None`.
+    ///
+    /// Every random bit is drawn and every copy made here; [`DelayedWeightGrads::run`] has the two products left to do,
+    /// and writes the same bytes as [`GroupedMlp::backward`]. The biases' gradients are part of what is returned at once.
+    /// `saved` may be dropped: the handle keeps what it needs of it, `x` and `h`.
+    ///
+    /// Errors: those of [`GroupedMlp::backward`]; buffers in `args.dw`; a forward that was told that weights need no
+    /// gradients.
+    pub fn backward_delayed<B: Backend>(
+        &self,
+        backend: &B,
+        saved: &Saved<B::Memory>,
+        args: BackwardArgs<'_, B::Memory>,
+    ) -> Result<DelayedBackward<B::Memory>, Error> {
+        self.check_backward(backend, saved, &args.dy)?;
+        if args.dw.is_some() {
+            let conflict = "expected no buffers for gradients that are computed later";
+            return Err(misuse("dw", conflict, "pass them to DelayedWeightGrads::run, or call backward"));
+        }
+        if !saved.plan.needs.weights {
+            let conflict =
+                "the forward was told that weights need no gradients, so none can be computed later";
+            return Err(misuse("saved", conflict, "pass Needs with weights to forward, or call backward"));
+        }
+        let dy = args.dy;
+        let mut started = self.start(backend, saved, args)?;
+        started.gradients.dx = self.input_gradient(backend, saved, &started)?;
+        let Started { gradients, dc, dc_copies, dy: dy_copy, inputs } = started;
+        let inputs = inputs.ok_or_else(|| not_saved("h"))?;
+        let dy = match dy_copy {
+            Some(copy) => copy,
+            None => OwnedOperand::Bf16(backend.duplicate(dy)?),
+        };
+        let dc = dc_copies.columnwise.unwrap_or(OwnedOperand::Bf16(dc));
+        let weights = DelayedWeightGrads::new(self.clone(), inputs, dy, dc);
+        Ok(DelayedBackward { gradients, weights })
+    }
+
+    /// Everything but the last products, for arguments that were checked.
+    fn start<B: Backend>(
+        &self,
+        backend: &B,
+        saved: &Saved<B::Memory>,
+        args: BackwardArgs<'_, B::Memory>,
+    ) -> Result<Started<B::Memory>, Error> {
+        let BackwardArgs { dy, random, mut trace, dw: _ } = args;
         let dy = B::Memory::shorten(dy);
         let (config, plan, groups) = (&self.config, &saved.plan, &saved.groups);
         let (t, experts) = (groups.rows(), config.experts);
         let (hidden, ffn, n1) = (config.hidden, config.ffn, config.fc1_rows());
-        self.check_backward(backend, saved, &dy, &dw)?;
         let Some((c, prob)) = &saved.c else {
             return Err(misuse(
                 "saved",
@@ -107,7 +223,7 @@ impl GroupedMlp {
             false => None,
         };
         backend.grouped_gemm_dact(GroupedGemmDact {
-            dy: rowwise_or(&dy_copies, B::Memory::shorten(dy)),
+            dy: operand_or(&dy_copies.rowwise, B::Memory::shorten(dy)),
             w2: saved.weights.w2.operand(),
             hidden,
             ffn,
@@ -148,69 +264,35 @@ impl GroupedMlp {
         let dc_copies =
             quantize_gradient(backend, &plan.dc, &grouped_dc, dc_amaxes, dc_rounding, &mut trace)?;
 
-        if let Some(dw) = dw {
-            let operands = GradientOperands {
-                dy: columnwise_or(&dy_copies, B::Memory::shorten(dy)),
-                dc: columnwise_or(&dc_copies, B::Memory::view(&dc)),
-            };
-            self.weight_gradients(backend, saved, operands, h, dw, trace)?;
-        }
-
-        let mut dx = None;
-        if plan.needs.input {
-            let mut out = backend.empty::<bf16>(t * hidden)?;
-            backend.grouped_gemm(GroupedGemm {
-                a: rowwise_or(&dc_copies, B::Memory::view(&dc)),
-                w: saved.weights.w1.operand(),
-                shape: self.weight_shapes()[0],
-                side: Side::Dgrad,
-                groups,
-                bias: None,
-                out: B::Memory::view_mut(&mut out),
-            })?;
-            dx = Some(out);
-        }
-        Ok(Gradients { dx, dprob, db1, db2 })
+        let inputs = match plan.needs.weights {
+            true => Some(WgradInputs::new(backend, saved, h, &mut trace)?),
+            false => None,
+        };
+        let gradients = Gradients { dx: None, dprob, db1, db2 };
+        Ok(Started { gradients, dc, dc_copies, dy: dy_copies.columnwise, inputs })
     }
 
-    /// `dW2 = dyᵀ·h` and `dW1 = dcᵀ·x`; `rebuilt_h` is `h` as the `dact` kernel wrote it again.
-    fn weight_gradients<B: Backend>(
+    /// `dx = dc · W1`, if asked for.
+    fn input_gradient<B: Backend>(
         &self,
         backend: &B,
         saved: &Saved<B::Memory>,
-        operands: GradientOperands<'_, B::Memory>,
-        rebuilt_h: Option<Buffer<B::Memory, bf16>>,
-        mut dw: WeightGrads<'_, B::Memory>,
-        mut trace: Option<&mut Trace>,
-    ) -> Result<(), Error> {
-        let groups = &saved.groups;
-        let [w1_shape, w2_shape] = self.weight_shapes();
-        let packed_h = match (&saved.h, &rebuilt_h) {
-            (SavedTensor::Amax(amax), Some(h)) => {
-                let h = Grouped { name: "h", data: B::Memory::view(h), cols: self.config.ffn, groups };
-                let amaxes = Amaxes { rowwise: backend.duplicate(B::Memory::view(amax))?, rht: None };
-                let nearest = [Rounding::Nearest; 2];
-                quantize(backend, &saved.plan.h, Phase::Backward, &h, &amaxes, nearest, &mut trace)?
-                    .columnwise
-            }
-            _ => None,
-        };
-        let h = match (&saved.h, &packed_h, &rebuilt_h) {
-            (SavedTensor::Columnwise(q), ..) => Operand::Nvfp4(q.view()),
-            (_, Some(q), _) => q.view(),
-            (SavedTensor::Bf16(h), ..) | (_, _, Some(h)) => Operand::Bf16(B::Memory::view(h)),
-            _ => return Err(not_saved("h")),
-        };
-        let x = match &saved.x {
-            SavedTensor::Columnwise(q) => Operand::Nvfp4(q.view()),
-            SavedTensor::Bf16(x) => Operand::Bf16(B::Memory::view(x)),
-            _ => return Err(not_saved("x")),
-        };
-        let GradientOperands { dy, dc } = operands;
-        let dw2 = dw.dw2.reborrow();
-        backend.grouped_wgrad(GroupedWgrad { a: dy.shorten(), b: h, shape: w2_shape, groups, dw: dw2 })?;
-        let dw1 = dw.dw1.reborrow();
-        backend.grouped_wgrad(GroupedWgrad { a: dc.shorten(), b: x, shape: w1_shape, groups, dw: dw1 })
+        started: &Started<B::Memory>,
+    ) -> Result<Option<Buffer<B::Memory, bf16>>, Error> {
+        if !saved.plan.needs.input {
+            return Ok(None);
+        }
+        let mut dx = backend.empty::<bf16>(saved.groups.rows() * self.config.hidden)?;
+        backend.grouped_gemm(GroupedGemm {
+            a: started.rowwise_dc(),
+            w: saved.weights.w1.operand(),
+            shape: self.weight_shapes()[0],
+            side: Side::Dgrad,
+            groups: &saved.groups,
+            bias: None,
+            out: B::Memory::view_mut(&mut dx),
+        })?;
+        Ok(Some(dx))
     }
 
     fn check_backward<B: Backend>(
@@ -218,7 +300,6 @@ impl GroupedMlp {
         backend: &B,
         saved: &Saved<B::Memory>,
         dy: &View<'_, B::Memory, bf16>,
-        dw: &Option<WeightGrads<'_, B::Memory>>,
     ) -> Result<(), Error> {
         let config = &self.config;
         if saved.plan.config != *config {
@@ -228,37 +309,15 @@ impl GroupedMlp {
         let stochastic = config.gradient_rounding == GradientRounding::Stochastic;
         require(&backend.capabilities(), config.precision == Precision::Nvfp4, stochastic)?;
         expect_len("backward", "dy", &[saved.groups.rows(), config.hidden], B::Memory::len(dy))?;
-        match (dw, saved.plan.needs.weights) {
-            (Some(dw), true) => {
-                let [s1, s2] = self.weight_shapes();
-                dw.dw1.check("backward", "dw1", s1, config.experts)?;
-                Ok(dw.dw2.check("backward", "dw2", s2, config.experts)?)
-            }
-            (None, false) => Ok(()),
-            (None, true) => Err(misuse(
-                "dw",
-                "the forward was told that weights need gradients, got no buffers",
-                "pass dw",
-            )),
-            (Some(_), false) => {
-                let fix = "pass Needs with weights to forward, or no buffers";
-                Err(misuse("dw", "the forward was told that weights need no gradients, got buffers", fix))
-            }
-        }
+        Ok(())
     }
 }
 
-/// The columnwise copies of both gradients, or the gradients themselves in BF16.
-struct GradientOperands<'a, M: Memory> {
-    dy: Operand<'a, M>,
-    dc: Operand<'a, M>,
-}
-
-fn misuse(what: &'static str, conflict: &str, fix: &'static str) -> Error {
+pub(super) fn misuse(what: &'static str, conflict: &str, fix: &'static str) -> Error {
     Error::Misuse(Misuse::Conflict { what, conflict: conflict.into(), fix })
 }
 
-fn not_saved(tensor: &'static str) -> Error {
+pub(super) fn not_saved(tensor: &'static str) -> Error {
     misuse(
         tensor,
         "the forward saved it in no form that the backward can use",
@@ -274,19 +333,15 @@ fn quantize_gradient<B: Backend>(
     epilogue: Option<Amaxes<B::Memory>>,
     rounding: [Rounding; 2],
     trace: &mut Option<&mut Trace>,
-) -> Result<Option<Copies<B::Memory>>, Error> {
+) -> Result<Copies<B::Memory>, Error> {
     let amaxes = match epilogue {
         Some(amaxes) => amaxes,
         None if plan.needs_pass() => Amaxes::by_pass(backend, plan, x)?,
-        None => return Ok(None),
+        None => return Ok(Copies { rowwise: None, columnwise: None }),
     };
-    quantize(backend, plan, Phase::Backward, x, &amaxes, rounding, trace).map(Some)
+    quantize(backend, plan, Phase::Backward, x, &amaxes, rounding, trace)
 }
 
-fn rowwise_or<'a, M: Memory>(copies: &'a Option<Copies<M>>, plain: View<'a, M, bf16>) -> Operand<'a, M> {
-    copies.as_ref().and_then(|c| c.rowwise.as_ref()).map_or(Operand::Bf16(plain), OwnedOperand::view)
-}
-
-fn columnwise_or<'a, M: Memory>(copies: &'a Option<Copies<M>>, plain: View<'a, M, bf16>) -> Operand<'a, M> {
-    copies.as_ref().and_then(|c| c.columnwise.as_ref()).map_or(Operand::Bf16(plain), OwnedOperand::view)
+fn operand_or<'a, M: Memory>(copy: &'a Option<OwnedOperand<M>>, plain: View<'a, M, bf16>) -> Operand<'a, M> {
+    copy.as_ref().map_or(Operand::Bf16(plain), OwnedOperand::view)
 }

@@ -152,8 +152,8 @@ impl GroupedMlp {
             plan,
             groups: groups.clone(),
             weights: Arc::clone(weights),
-            x: saved_x,
-            h: saved_h,
+            x: Arc::new(saved_x),
+            h: Arc::new(saved_h),
             c: saved_c,
         };
         Ok(Forward { y, saved })

@@ -13,6 +13,7 @@
 
 mod backward;
 mod config;
+mod delayed;
 mod forward;
 mod plan;
 mod plan_display;
@@ -28,15 +29,16 @@ pub use crate::kernels::activation::{
     Activation, ClampedQgeglu, GluLayout, SituGlu, Srelu, SwiGlu, TanhSrelu,
 };
 pub use crate::kernels::contract::{GradBuffers, GradMode, WeightGrad, WeightShape};
-pub use backward::{BackwardArgs, Gradients, RandomSeed, WeightGrads};
+pub use backward::{BackwardArgs, DelayedBackward, Gradients, RandomSeed, WeightGrads};
 pub use config::{DcAmax, GradientRounding, GroupedMlpConfig, Needs, Precision};
+pub use delayed::DelayedWeightGrads;
 pub use forward::{Forward, ForwardArgs};
 pub use plan::{AmaxSource, CopyPlan, OperandPlan, Phase, Plan, PlannedPass, SavedAs};
 pub use plan_work::SavedBytes;
 pub use saved::Saved;
 pub use stash::{
-    InPlace, PageId, PageTable, PageTableStats, PagedSaved, PagedStash, PagedStashStats, Refused, Stash,
-    StashFull,
+    Arriving, InPlace, PageId, PageTable, PageTableStats, PagedSaved, PagedStash, PagedStashStats, Refusal,
+    Refused, Stash, StashFull,
 };
 pub use trace::{Trace, TracedData, TracedTensor};
 pub use weight_cache::{StaleWeights, WeightCache};

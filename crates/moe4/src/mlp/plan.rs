@@ -32,7 +32,8 @@ pub struct Plan {
     pub rebuilds_h: bool,
     /// Passes of the forward, in order.
     pub forward: Vec<PlannedPass>,
-    /// Passes of the backward, in order.
+    /// Passes of the backward, in order. Where weight gradients are
+    /// [delayed](super::GroupedMlp::backward_delayed), `grouped_wgrad` comes behind all others.
     pub backward: Vec<PlannedPass>,
 }
 

@@ -1,9 +1,11 @@
 //! What the backward needs, and nothing else.
 
-use super::plan::Plan;
+use super::plan::{Plan, SavedAs};
 use super::weights::PreparedWeights;
 use crate::kernels::contract::{Operand, Unpacked};
-use crate::kernels::{Buffer, Element, Memory, View};
+use crate::kernels::pages::{AnyBuffer, Live, Part};
+use crate::kernels::{Buffer, Element, Error, Memory, Misuse, View};
+use crate::numerics::BLOCK;
 use crate::tensor::Nvfp4;
 use half::bf16;
 use std::sync::Arc;
@@ -22,9 +24,10 @@ impl<M: Memory> Packed<M> {
     }
 }
 
-/// A quantized operand of a product, owned.
+/// An operand of a product, owned.
 #[derive(Debug)]
 pub(super) enum OwnedOperand<M: Memory> {
+    Bf16(Buffer<M, bf16>),
     Nvfp4(Packed<M>),
     Unpacked { values: Buffer<M, bf16>, amax: Buffer<M, f32> },
 }
@@ -32,10 +35,19 @@ pub(super) enum OwnedOperand<M: Memory> {
 impl<M: Memory> OwnedOperand<M> {
     pub(super) fn view(&self) -> Operand<'_, M> {
         match self {
+            OwnedOperand::Bf16(x) => Operand::Bf16(M::view(x)),
             OwnedOperand::Nvfp4(q) => Operand::Nvfp4(q.view()),
             OwnedOperand::Unpacked { values, amax } => {
                 Operand::Unpacked(Unpacked { values: M::view(values), amax: M::view(amax) })
             }
+        }
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        match self {
+            OwnedOperand::Bf16(x) => bytes::<M, _>(x),
+            OwnedOperand::Nvfp4(q) => q.bytes(),
+            OwnedOperand::Unpacked { values, amax } => bytes::<M, _>(values) + bytes::<M, _>(amax),
         }
     }
 }
@@ -46,8 +58,9 @@ pub struct Saved<M: Memory> {
     pub(super) plan: Plan,
     pub(super) groups: M::Groups,
     pub(super) weights: Arc<PreparedWeights<M>>,
-    pub(super) x: SavedTensor<M>,
-    pub(super) h: SavedTensor<M>,
+    /// Shared with the [delayed weight gradients](super::DelayedWeightGrads) of a backward, like `h`.
+    pub(super) x: Arc<SavedTensor<M>>,
+    pub(super) h: Arc<SavedTensor<M>>,
     /// `c [T, N1]` and `prob [T]`.
     pub(super) c: Option<(Buffer<M, bf16>, Buffer<M, f32>)>,
 }
@@ -74,8 +87,103 @@ impl<M: Memory> Saved<M> {
     }
 }
 
+/// [`Saved`] without its tensors.
+#[derive(Debug)]
+pub(super) struct SavedShell<M: Memory> {
+    plan: Plan,
+    pub(super) groups: M::Groups,
+    weights: Arc<PreparedWeights<M>>,
+}
+
+/// [`Saved`] taken apart; or as it was, and why.
+type Dismantled<M> = Result<(SavedShell<M>, Vec<Part<M>>), Box<(Saved<M>, Error)>>;
+
+impl<M: Memory> Saved<M> {
+    /// The tensors, in a fixed order, and the rest; an error if delayed gradients share a tensor.
+    pub(super) fn dismantle(self) -> Dismantled<M> {
+        let Saved { plan, groups, weights, x, h, c } = self;
+        let (x, h) = match (Arc::try_unwrap(x), Arc::try_unwrap(h)) {
+            (Ok(x), Ok(h)) => (x, h),
+            (x, h) => {
+                let (x, h) = (x.map_or_else(|x| x, Arc::new), h.map_or_else(|h| h, Arc::new));
+                let conflict = "its tensors are shared with weight gradients that are delayed".into();
+                let fix = "run those or drop them first";
+                let error = Error::Misuse(Misuse::Conflict { what: "saved", conflict, fix });
+                return Err(Box::new((Saved { plan, groups, weights, x, h, c }, error)));
+            }
+        };
+        let config = &plan.config;
+        let mut parts = vec![];
+        if let Some((c, prob)) = c {
+            parts.push(Part { buffer: AnyBuffer::Bf16(c), live: Live::Rows { cols: config.fc1_rows() } });
+            parts.push(Part { buffer: AnyBuffer::F32(prob), live: Live::Rows { cols: 1 } });
+        }
+        for (tensor, cols) in [(x, config.hidden), (h, config.ffn)] {
+            match tensor {
+                SavedTensor::Nothing => {}
+                SavedTensor::Columnwise(Packed(Nvfp4 { codes, scales, amax })) => parts.extend([
+                    Part { buffer: AnyBuffer::U8(codes), live: Live::Positions { per: 2 } },
+                    Part { buffer: AnyBuffer::U8(scales), live: Live::Positions { per: BLOCK } },
+                    Part { buffer: AnyBuffer::F32(amax), live: Live::All },
+                ]),
+                SavedTensor::Amax(amax) => parts.push(Part { buffer: AnyBuffer::F32(amax), live: Live::All }),
+                SavedTensor::Bf16(x) => {
+                    parts.push(Part { buffer: AnyBuffer::Bf16(x), live: Live::Rows { cols } })
+                }
+            }
+        }
+        Ok((SavedShell { plan, groups, weights }, parts))
+    }
+}
+
+impl<M: Memory> SavedShell<M> {
+    /// With the tensors that [`Saved::dismantle`] took out, in the same order.
+    pub(super) fn fill(self, parts: Vec<Part<M>>) -> Saved<M> {
+        let SavedShell { plan, groups, weights } = self;
+        let mut parts = parts.into_iter().map(|part| part.buffer);
+        let c = plan.saved_c.then(|| (bf16s(&mut parts), f32s(&mut parts)));
+        let mut tensor = |form| match form {
+            SavedAs::Nothing => SavedTensor::Nothing,
+            SavedAs::Columnwise => {
+                let (codes, scales) = (u8s(&mut parts), u8s(&mut parts));
+                SavedTensor::Columnwise(Packed(Nvfp4 { codes, scales, amax: f32s(&mut parts) }))
+            }
+            SavedAs::Amax => SavedTensor::Amax(f32s(&mut parts)),
+            SavedAs::Bf16 => SavedTensor::Bf16(bf16s(&mut parts)),
+        };
+        let (x, h) = (Arc::new(tensor(plan.saved_x)), Arc::new(tensor(plan.saved_h)));
+        Saved { plan, groups, weights, x, h, c }
+    }
+}
+
+const IN_ORDER: &str = "a pool gives tensors back in their order";
+
+fn u8s<M: Memory>(parts: &mut impl Iterator<Item = AnyBuffer<M>>) -> Buffer<M, u8> {
+    let Some(AnyBuffer::U8(buffer)) = parts.next() else { panic!("{IN_ORDER}") };
+    buffer
+}
+
+fn f32s<M: Memory>(parts: &mut impl Iterator<Item = AnyBuffer<M>>) -> Buffer<M, f32> {
+    let Some(AnyBuffer::F32(buffer)) = parts.next() else { panic!("{IN_ORDER}") };
+    buffer
+}
+
+fn bf16s<M: Memory>(parts: &mut impl Iterator<Item = AnyBuffer<M>>) -> Buffer<M, bf16> {
+    let Some(AnyBuffer::Bf16(buffer)) = parts.next() else { panic!("{IN_ORDER}") };
+    buffer
+}
+
 impl<M: Memory> SavedTensor<M> {
-    fn bytes(&self) -> usize {
+    /// The operand of a weight gradient that was saved as such.
+    pub(super) fn operand(&self) -> Option<Operand<'_, M>> {
+        match self {
+            SavedTensor::Columnwise(q) => Some(Operand::Nvfp4(q.view())),
+            SavedTensor::Bf16(x) => Some(Operand::Bf16(M::view(x))),
+            SavedTensor::Nothing | SavedTensor::Amax(_) => None,
+        }
+    }
+
+    pub(super) fn bytes(&self) -> usize {
         match self {
             SavedTensor::Nothing => 0,
             SavedTensor::Columnwise(q) => q.bytes(),

@@ -3,7 +3,7 @@
 use super::*;
 use crate::kernels::reference::Reference;
 use crate::kernels::work::Rows;
-use crate::kernels::{Host, Ledger};
+use crate::kernels::{Host, Ledger, PassName};
 use crate::numerics::philox::philox4x32;
 use crate::tensor::Groups;
 use half::bf16;
@@ -205,4 +205,129 @@ fn the_bound_changes_the_fc1_weight_gradient_only() {
         bound.dw1.clone_from(&exact.dw1);
         assert_eq!(exact, bound, "{activation}");
     }
+}
+
+/// A forward and the inputs of its backward.
+struct Ready {
+    mlp: GroupedMlp,
+    saved: Saved<Host>,
+    dy: Vec<bf16>,
+}
+
+impl Ready {
+    fn new(config: GroupedMlpConfig, needs: Needs) -> Self {
+        let mlp = GroupedMlp::new(config.clone()).unwrap();
+        let groups = Groups::new(&SPLITS, ROWS).unwrap();
+        let [s1, s2] = mlp.weight_shapes();
+        let (w1, w2) = (bf16s(1, 4 * s1.n * s1.k, 0.5), bf16s(2, 4 * s2.n * s2.k, 0.5));
+        let (b1, b2) = (values(3, 4 * s1.n, 0.5), values(4, 4 * s2.n, 0.5));
+        let biases = config.bias.then_some(Biases { b1: &b1[..], b2: &b2[..] });
+        let (w1, w2) = (WeightSource::Packed(&w1[..]), WeightSource::Packed(&w2[..]));
+        let weights = Arc::new(mlp.prepare_weights(&Reference, w1, w2, biases).unwrap());
+        let (x, prob) = (bf16s(5, ROWS * 32, 1.0), values(8, ROWS, 1.0));
+        let (x, prob, groups, weights) = (&x[..], &prob[..], &groups, &weights);
+        let args = ForwardArgs { x, prob, groups, weights, needs, trace: None };
+        let saved = mlp.forward(&Reference, args).unwrap().saved;
+        Self { mlp, saved, dy: bf16s(6, ROWS * 32, 1.0) }
+    }
+
+    fn args<'a>(&'a self, dw: Option<WeightGrads<'a, Host>>) -> BackwardArgs<'a, Host> {
+        BackwardArgs { dy: &self.dy, random: RandomSeed { seed: 1, call: 2 }, dw, trace: None }
+    }
+
+    /// Buffers for both weight gradients, with something in them.
+    fn buffers(&self) -> [Vec<f32>; 2] {
+        self.mlp.weight_shapes().map(|s| values(30, 4 * s.n * s.k, 1.0))
+    }
+}
+
+fn grads<'a>([dw1, dw2]: &'a mut [Vec<f32>; 2], mode: GradMode) -> WeightGrads<'a, Host> {
+    WeightGrads {
+        dw1: WeightGrad::packed_f32(&mut dw1[..], 4, mode),
+        dw2: WeightGrad::packed_f32(&mut dw2[..], 4, mode),
+    }
+}
+
+#[test]
+fn delayed_weight_gradients_have_the_same_bits() {
+    for activation in Activation::all() {
+        for (precision, recompute_activation) in [
+            (Precision::Nvfp4, false),
+            (Precision::Nvfp4, true),
+            (Precision::Bf16, false),
+            (Precision::Bf16, true),
+        ] {
+            let config =
+                GroupedMlpConfig { activation, precision, recompute_activation, bias: true, ..config() };
+            for (needs, mode) in [
+                (Needs::ALL, GradMode::Overwrite),
+                (Needs::ALL, GradMode::Accumulate),
+                (Needs::WEIGHTS, GradMode::Overwrite),
+            ] {
+                let label = format!("{activation} {precision} {recompute_activation} {mode:?}");
+                let at_once = Ready::new(config.clone(), needs);
+                let mut expected = at_once.buffers();
+                let grads_at_once = at_once
+                    .mlp
+                    .backward(&Reference, &at_once.saved, at_once.args(Some(grads(&mut expected, mode))))
+                    .unwrap();
+
+                let later = Ready::new(config.clone(), needs);
+                let DelayedBackward { gradients, weights } =
+                    later.mlp.backward_delayed(&Reference, &later.saved, later.args(None)).unwrap();
+                assert_eq!(gradients.dx, grads_at_once.dx, "{label}");
+                assert_eq!(gradients.dprob, grads_at_once.dprob, "{label}");
+                assert_eq!([gradients.db1, gradients.db2], [grads_at_once.db1, grads_at_once.db2], "{label}");
+                let mut got = later.buffers();
+                assert_ne!(got, expected, "{label}");
+                assert!(weights.bytes() > 0);
+                drop(later);
+                weights.run(&Reference, grads(&mut got, mode)).unwrap();
+                assert_eq!(got, expected, "{label}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_delayed_gradient_is_two_products_and_may_be_dropped() {
+    let ready = Ready::new(GroupedMlpConfig { recompute_activation: true, ..config() }, Needs::ALL);
+    let ledger = Ledger::new(&Reference);
+    let delayed = || ready.mlp.backward_delayed(&ledger, &ready.saved, ready.args(None)).unwrap().weights;
+    let first = delayed();
+    assert!(!ledger.take_names().contains(&PassName::GroupedWgrad));
+    let (mut expected, mut got) = (ready.buffers(), ready.buffers());
+    first.run(&ledger, grads(&mut expected, GradMode::Overwrite)).unwrap();
+    assert_eq!(ledger.take_names(), [PassName::GroupedWgrad; 2]);
+    drop(delayed());
+    // What was saved is still there, for a backward at once as well.
+    let dw = grads(&mut got, GradMode::Overwrite);
+    ready.mlp.backward(&Reference, &ready.saved, ready.args(Some(dw))).unwrap();
+    assert_eq!(got, expected);
+}
+
+#[test]
+fn misuse_of_delayed_gradients_is_refused() {
+    let ready = Ready::new(config(), Needs::ALL);
+    let mut buffers = ready.buffers();
+    let args = ready.args(Some(grads(&mut buffers, GradMode::Overwrite)));
+    let refused = ready.mlp.backward_delayed(&Reference, &ready.saved, args).unwrap_err();
+    assert!(refused.to_string().contains("DelayedWeightGrads::run"), "{refused}");
+    let frozen = Ready::new(config(), Needs::INPUT);
+    let refused = frozen.mlp.backward_delayed(&Reference, &frozen.saved, frozen.args(None)).unwrap_err();
+    assert!(refused.to_string().contains("weights need no gradients"), "{refused}");
+
+    let later = ready.mlp.backward_delayed(&Reference, &ready.saved, ready.args(None)).unwrap().weights;
+    let (mut short, untouched) = ([buffers[0].clone(), buffers[1][4..].to_vec()], buffers[0].clone());
+    let refused = later.run(&Reference, grads(&mut short, GradMode::Overwrite)).unwrap_err();
+    assert!(refused.to_string().contains("dw2 of shape"), "{refused}");
+    assert_eq!(short[0], untouched, "nothing is written");
+
+    // Tensors that a delayed gradient will read do not go into pages.
+    let later = ready.mlp.backward_delayed(&Reference, &ready.saved, ready.args(None)).unwrap().weights;
+    let stash = PagedStash::new(64, 10_000).unwrap();
+    let refused = stash.store(ready.saved).unwrap_err();
+    assert!(refused.reason.to_string().contains("run those or drop them first"), "{}", refused.reason);
+    drop(later);
+    assert!(stash.store(refused.saved).is_ok());
 }

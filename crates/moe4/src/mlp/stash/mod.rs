@@ -1,13 +1,15 @@
 //! Where saved tensors live between a forward and its backward.
 //!
 //! [`InPlace`] leaves them where the forward made them. [`PagedStash`] copies them into pages of a pool that is
-//! allocated once, so that memory for activations neither grows nor fragments, whatever the splits of a step are.
+//! allocated once, so that memory for activations neither grows nor fragments, whatever the splits of a step are. The pool
+//! is host memory, or a backend's [`PagePool`](crate::kernels::pages::PagePool).
 
 mod page_table;
 mod paged;
 
-pub use page_table::{PageId, PageTable, PageTableStats};
-pub use paged::{PagedSaved, PagedStash, PagedStashStats};
+pub use crate::kernels::pages::PageId;
+pub use page_table::{PageTable, PageTableStats};
+pub use paged::{Arriving, PagedSaved, PagedStash, PagedStashStats};
 
 use super::saved::Saved;
 use crate::kernels::{Error, Memory};
@@ -33,7 +35,18 @@ pub struct Refused<M: Memory> {
     /// The tensors.
     pub saved: Saved<M>,
     /// Why they were refused.
-    pub reason: StashFull,
+    pub reason: Refusal,
+}
+
+/// Why a stash did not take saved tensors.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Refusal {
+    /// It is full.
+    #[error(transparent)]
+    Full(StashFull),
+    /// The copy failed, or the tensors are [shared with delayed gradients](super::GroupedMlp::backward_delayed).
+    #[error(transparent)]
+    Failed(Error),
 }
 
 /// The pool has too few free pages. Nothing was written.

@@ -1,7 +1,6 @@
 //! Which pages of a pool are free.
 
-/// The number of a page.
-pub type PageId = u32;
+use crate::kernels::pages::PageId;
 
 /// A fixed set of pages, each free or owned by exactly one allocation.
 #[derive(Debug)]

@@ -118,7 +118,8 @@ fn a_full_pool_loses_nothing() {
     let stash = PagedStash::new(256, 20).unwrap();
     let first = stash.store(layer.forward(&[9, 9, 9], 3)).unwrap();
     let refused = stash.store(layer.forward(&[9, 9, 9], 3)).unwrap_err();
-    assert_eq!((refused.reason.total, refused.reason.page_bytes), (20, 256));
+    let Refusal::Full(full) = refused.reason else { panic!("{}", refused.reason) };
+    assert_eq!((full.total, full.page_bytes), (20, 256));
     assert!(refused.reason.to_string().contains("paged stash is full"));
     assert_eq!(layer.backward(&refused.saved), expected, "the operator goes on in place");
     assert_eq!(layer.backward(&stash.restore(first).unwrap()), expected, "what was stored is untouched");
