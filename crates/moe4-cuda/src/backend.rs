@@ -27,6 +27,18 @@ pub struct CudaOptions {
     pub nvrtc: Vec<PathBuf>,
     /// Told of each compilation that the cache does not spare.
     pub watch: Watch,
+    /// Which kernels multiply.
+    pub products: Products,
+}
+
+/// The kernels of the matrix products.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Products {
+    /// The fastest for the GPU: wgmma on Hopper (sm_90), mma.sync elsewhere.
+    #[default]
+    Fastest,
+    /// mma.sync, which every GPU from sm_80 on has; for comparison.
+    Portable,
 }
 
 /// The passes on one NVIDIA GPU, in the order of one stream. They return when the work is enqueued.
@@ -37,6 +49,7 @@ pub struct Cuda {
     cache: Cache,
     kernels: Mutex<HashMap<Variant, Arc<Kernel>>>,
     faults: Arc<DeviceBuffer<u64>>,
+    products: Products,
 }
 
 impl Cuda {
@@ -62,7 +75,7 @@ impl Cuda {
         bytes.write(bytemuck::bytes_of(&none)).map_err(|e| setup(stream.device(), e))?;
         let faults = Arc::new(DeviceBuffer::new(bytes, none.len()));
         log::info!("{}; NVRTC {}", stream.device().facts(), compiler.version());
-        Ok(Self { stream, compiler, cache, kernels: Mutex::default(), faults })
+        Ok(Self { stream, compiler, cache, kernels: Mutex::default(), faults, products: options.products })
     }
 
     /// The stream that all passes go to.
@@ -83,6 +96,11 @@ impl Cuda {
     /// The compiler of the kernels.
     pub fn compiler(&self) -> &Compiler {
         &self.compiler
+    }
+
+    /// Whether products run on Hopper's matrix unit.
+    pub(crate) fn multiplies_by_wgmma(&self) -> bool {
+        self.products == Products::Fastest && self.device().facts().arch.has_wgmma()
     }
 
     /// Waits for all work, and tells what passes could find out only on the device: an index beyond a tensor, splits that
@@ -235,13 +253,15 @@ impl Backend for Cuda {
 
     fn capabilities(&self) -> Capabilities {
         let facts = self.device().facts();
+        let unit = if self.multiplies_by_wgmma() { "wgmma" } else { "mma.sync" };
         Capabilities {
             backend: "cuda",
-            path: format!("{}, {}, products by mma.sync", facts.name, facts.arch),
+            path: format!("{}, {}, products by {unit}", facts.name, facts.arch),
             nvfp4: true,
             bf16: true,
             stochastic_rounding: true,
-            unpacked_operands: self.device().facts().arch.has_wgmma(),
+            // Both kinds of kernels read BF16.
+            unpacked_operands: true,
             products: true,
         }
     }

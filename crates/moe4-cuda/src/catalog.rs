@@ -64,13 +64,13 @@ fn promises_no_spills(variant: &Variant) -> bool {
     let random = chosen("ROW_STOCHASTIC", 1) || chosen("COL_STOCHASTIC", 1);
     let large = match variant.kernel {
         "grouped_gemm_act" => chosen("ACTIVATION", 3) || chosen("ACTIVATION", 4),
-        "grouped_gemm_dact" => !chosen("ACTIVATION", 1) && !chosen("ACTIVATION", 2),
+        "grouped_gemm_dact" | "hopper_gemm_dact" => !chosen("ACTIVATION", 1) && !chosen("ACTIVATION", 2),
         _ => false,
     };
     variant.kernel != "group_offsets" && !random && !large && !chosen("SIGN_MASK", launch::MASK_AT_LAUNCH)
 }
 
-/// Each main loop, and each activation, layout and amax with both epilogues that have them.
+/// Each main loop, and each activation, layout and kind of amax once with both epilogues that have them.
 fn products() -> Vec<Variant> {
     let mut variants = [Side::Fprop, Side::Dgrad].map(launch::grouped_gemm_variant).to_vec();
     variants.extend([false, true].map(launch::column_sums_variant));
@@ -84,25 +84,29 @@ fn products() -> Vec<Variant> {
         variants
             .extend([false, true].map(|bf16_gradient| launch::hopper::wgrad_variant(bf16_gradient, mode)));
     }
-    let epilogue = |activation: &Activation, layout, amax| {
+    let epilogues = |activation: &Activation, layout, amax, h_again: &[bool]| {
         let choice = EpilogueChoice::new(activation, layout, amax);
-        [false, true].map(|hopper| {
-            [
-                launch::grouped_gemm_act_variant(choice, hopper),
-                launch::grouped_gemm_dact_variant(choice, false, hopper),
-                launch::grouped_gemm_dact_variant(choice, true, hopper),
-            ]
-        })
+        let mut variants = Vec::new();
+        for hopper in [false, true] {
+            variants.push(launch::grouped_gemm_act_variant(choice, hopper));
+            variants.extend(h_again.iter().map(|&h| launch::grouped_gemm_dact_variant(choice, h, hopper)));
+        }
+        variants
     };
+    let exact = EpilogueAmax::Exact(SignMask::DEFAULT);
     for activation in Activation::all() {
-        let layouts = if activation.is_gated() { &GluLayout::ALL[..] } else { &[GluLayout::Halves] };
-        let exact = layouts
-            .iter()
-            .map(|&layout| epilogue(&activation, layout, EpilogueAmax::Exact(SignMask::DEFAULT)));
-        variants.extend(exact.flatten().flatten());
+        variants.extend(epilogues(&activation, GluLayout::Halves, exact, &[true]));
     }
-    for amax in [EpilogueAmax::None, EpilogueAmax::Before, EpilogueAmax::Bound] {
-        variants.extend(epilogue(&Activation::SWIGLU, GluLayout::Halves, amax).into_iter().flatten());
+    variants.push(launch::grouped_gemm_dact_variant(
+        EpilogueChoice::new(&Activation::SWIGLU, GluLayout::Halves, exact),
+        false,
+        true,
+    ));
+    for layout in [GluLayout::Interleaved32, GluLayout::Elementwise] {
+        variants.extend(epilogues(&Activation::SWIGLU, layout, exact, &[true]));
+    }
+    for amax in [EpilogueAmax::None, EpilogueAmax::Bound, EpilogueAmax::Exact(SignMask(1))] {
+        variants.extend(epilogues(&Activation::SRELU, GluLayout::Halves, amax, &[false]));
     }
     variants
 }

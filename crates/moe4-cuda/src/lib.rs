@@ -33,7 +33,7 @@ mod pages;
 pub mod sources;
 pub mod variant;
 
-pub use backend::{Cuda, CudaOptions};
+pub use backend::{Cuda, CudaOptions, Products};
 pub use catalog::{CatalogEntry, catalog};
 pub use groups::DeviceGroups;
 pub use memory::{DeviceBuffer, DeviceMemory, DeviceView, DeviceViewMut};

@@ -50,7 +50,7 @@ pub(crate) fn grouped_gemm(cuda: &Cuda, pass: GroupedGemm<'_, DeviceMemory>) -> 
     let (width, outputs) = (hopper::TILE_N, cols as usize);
     let product =
         hopper::RowProduct { a: a.address, w: w.argument, shape, side, width, outputs, scales, groups };
-    if hopper::is_hopper(cuda) && product.fits() {
+    if cuda.multiplies_by_wgmma() && product.fits() {
         // SAFETY: `check` compared lengths with shapes; operands live until the product is enqueued and are freed behind it.
         return unsafe { product.launch(cuda, &hopper::gemm_variant(side), &out) };
     }

@@ -55,7 +55,7 @@ pub(crate) fn grouped_gemm_act(cuda: &Cuda, pass: GroupedGemmAct<'_, DeviceMemor
         scales,
         groups,
     };
-    if hopper::is_hopper(cuda) && product.fits() {
+    if cuda.multiplies_by_wgmma() && product.fits() {
         // SAFETY: `check` compared lengths with shapes; operands live until the product is enqueued and are freed behind it.
         return unsafe { product.launch(cuda, &variant(choice, true), &out) };
     }

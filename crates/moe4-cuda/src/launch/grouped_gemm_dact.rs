@@ -95,7 +95,7 @@ pub(crate) fn grouped_gemm_dact(cuda: &Cuda, pass: GroupedGemmDact<'_, DeviceMem
         scales,
         groups,
     };
-    let slices = if hopper::is_hopper(cuda) && product.fits() {
+    let slices = if cuda.multiplies_by_wgmma() && product.fits() {
         // SAFETY: `check` compared lengths with shapes; operands and partial sums live until all is enqueued and are freed
         // behind it.
         unsafe { product.launch(cuda, &variant(choice, h != 0, true), &out) }?;

@@ -43,7 +43,7 @@ pub(crate) fn grouped_wgrad(cuda: &Cuda, pass: GroupedWgrad<'_, DeviceMemory>) -
     let b = Bf16Operand::new(cuda, name, "b", b)?;
     let (scales, groups_argument) = (ScalesArgument::of_operands(name, &a, &b)?, groups.argument());
     let wgrad = hopper::Wgrad { a: a.address, b: b.address, shape, dw: out, scales, groups };
-    if hopper::is_hopper(cuda) && quantized && wgrad.fits() {
+    if cuda.multiplies_by_wgmma() && quantized && wgrad.fits() {
         // SAFETY: `check` compared lengths with shapes; operands live until the product is enqueued and are freed behind it.
         return unsafe { wgrad.launch(cuda, &hopper::wgrad_variant(bf16_gradient, dw.mode)) };
     }

@@ -21,11 +21,6 @@ const SLABS: usize = 8 * 3 * (16 * 20 + 16) * 4;
 /// Stages of both operands in BF16, and slabs behind them.
 const SHARED: u32 = (STAGES * (TILE_M + TILE_N) * TILE_K * 2 + SLABS) as u32;
 
-/// Whether the products run on Hopper's matrix unit.
-pub(crate) fn is_hopper(cuda: &Cuda) -> bool {
-    cuda.device().facts().arch.has_wgmma()
-}
-
 /// Compile-time choices of `hopper_gemm`.
 pub(crate) fn gemm_variant(side: Side) -> Variant {
     let defines = vec![("DGRAD", u32::from(side == Side::Dgrad))];

@@ -1,16 +1,25 @@
 //! The suite that every backend passes.
 
-use crate::support::cuda;
+use crate::support::{cuda, portable};
 use moe4::kernels::Backend;
-use moe4_conformance::checks::{Need, needing};
+use moe4_cuda::Cuda;
+
+fn passes(cuda: &Cuda) {
+    println!("{}", cuda.capabilities().path);
+    let report = moe4_conformance::run(cuda);
+    println!("{report}");
+    assert!(report.passed());
+    assert_eq!(report.skipped(), Vec::<&str>::new());
+}
 
 #[test]
 #[ignore = "needs a GPU"]
 fn conformance() {
-    println!("{}", cuda().capabilities().path);
-    let report = moe4_conformance::run(cuda());
-    println!("{report}");
-    assert!(report.passed());
-    let without_products = if cuda().capabilities().products { vec![] } else { needing(Need::Products) };
-    assert_eq!(report.skipped(), without_products);
+    passes(cuda());
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn conformance_of_portable_products() {
+    passes(portable());
 }

@@ -8,7 +8,7 @@
 
 use crate::cases::{Case, Form, Setting, same_copy, stochastic};
 use crate::products::{self, operand, scattered_weights};
-use crate::support::{cuda, must, refused};
+use crate::support::{cuda, must, portable, refused};
 use half::bf16;
 use moe4::kernels::activation::{Activation, GluLayout};
 use moe4::kernels::contract::{GradMode, NO_ROW, Side, WeightShape};
@@ -18,8 +18,8 @@ use moe4::numerics::rounding::Rounding;
 use moe4::tensor::{Groups, ScaleLayout};
 use moe4_conformance::compare::{alive, bf16_bits, f32_bits};
 use moe4_conformance::{InCase, Outcome, data, drive, judge};
-use moe4_cuda::catalog;
 use moe4_cuda::variant::Variant;
+use moe4_cuda::{Cuda, catalog};
 
 /// Experts at odd rows, one of them empty, across tiles of 128 rows; rows of nobody.
 const SPLITS: [usize; 5] = [37, 0, 1, 150, 20];
@@ -135,10 +135,14 @@ fn offsets() -> Outcome {
     Ok(())
 }
 
+/// One that runs this variant.
+fn backend_of(variant: &Variant) -> &'static Cuda {
+    if variant.kernel.starts_with("hopper_") { cuda() } else { portable() }
+}
+
 /// Unpacked, and in BF16.
 fn product(variant: &Variant, groups: &Groups) -> Outcome {
-    let side =
-        if variant.kernel == "grouped_gemm" && chosen(variant, "DGRAD") { Side::Dgrad } else { Side::Fprop };
+    let side = if variant.kernel != "unpack" && chosen(variant, "DGRAD") { Side::Dgrad } else { Side::Fprop };
     let shape = WeightShape { n: 48, k: COLS };
     let contraction = side.dims(shape).1;
     for quantized in [false, true] {
@@ -147,7 +151,7 @@ fn product(variant: &Variant, groups: &Groups) -> Outcome {
         let bias = data::normal_f32(SPLITS.len() * side.dims(shape).0, 1441);
         let bias = Some(drive::Bias { bias: &bias, prob: None });
         let case = drive::Gemm { a: &a, w: &w, shape, side, groups, bias };
-        judge::gemm(&case, &case.run(cuda())?)?;
+        judge::gemm(&case, &case.run(backend_of(variant))?)?;
     }
     Ok(())
 }
@@ -163,11 +167,11 @@ fn epilogue(variant: &Variant, groups: &Groups) -> Outcome {
         |name| variant.defines.iter().find(|(define, _)| *define == name).map_or(0, |(_, value)| *value);
     let activation = Activation::all()[define("ACTIVATION") as usize];
     let layout = GluLayout::ALL[define("LAYOUT") as usize];
-    let (hidden, ffn, mask) = (48, 160, (define("AMAX") == 2).then_some(SignMask::DEFAULT));
+    let (hidden, ffn, mask) = (48, 160, (define("AMAX") == 2).then(|| mask(variant)));
     let (n1, experts) = (activation.fc1_rows(ffn), SPLITS.len());
     let prob = data::probabilities(ROWS, 1450);
     let x = operand(&data_of(groups, hidden), hidden, groups, false, false)?;
-    if variant.kernel == "grouped_gemm_act" {
+    if variant.kernel.ends_with("gemm_act") {
         let w1 = products::weights(experts, WeightShape { n: n1, k: hidden }, false, 1451)?;
         let case = drive::GemmAct {
             x: &x,
@@ -181,7 +185,7 @@ fn epilogue(variant: &Variant, groups: &Groups) -> Outcome {
             groups,
             amax: mask,
         };
-        return judge::gemm_act(&case, &case.run(cuda())?);
+        return judge::gemm_act(&case, &case.run(backend_of(variant))?);
     }
     let w2 = products::weights(experts, WeightShape { n: hidden, k: ffn }, false, 1452)?;
     let c = data_of(groups, n1);
@@ -197,11 +201,13 @@ fn epilogue(variant: &Variant, groups: &Groups) -> Outcome {
         groups,
         extras: mask,
     };
-    judge::gemm_dact(&case, &case.run(cuda())?)
+    judge::gemm_dact(&case, &case.run(backend_of(variant))?)
 }
 
 fn gradient(variant: &Variant, groups: &Groups) -> Outcome {
-    let (shape, quantized) = (WeightShape { n: 48, k: COLS }, chosen(variant, "QUANTIZED"));
+    // Hopper's kernel is for quantized operands only.
+    let quantized = variant.kernel == "hopper_wgrad" || chosen(variant, "QUANTIZED");
+    let shape = WeightShape { n: 48, k: COLS };
     let a = operand(&data_of(groups, shape.n), shape.n, groups, quantized, true)?;
     let b = operand(&data_of(groups, shape.k), shape.k, groups, quantized, true)?;
     let count = SPLITS.len() * shape.n * shape.k;
@@ -211,7 +217,7 @@ fn gradient(variant: &Variant, groups: &Groups) -> Outcome {
     };
     let mode = if chosen(variant, "ACCUMULATE") { GradMode::Accumulate } else { GradMode::Overwrite };
     let case = drive::Wgrad { a: &a, b: &b, shape, groups, mode, before };
-    judge::wgrad(&case, &case.run(cuda())?)
+    judge::wgrad(&case, &case.run(backend_of(variant))?)
 }
 
 /// `column_sums` without weights is part of FC2's dgrad.
@@ -263,7 +269,8 @@ fn run(variant: &Variant, groups: &Groups) -> Outcome {
 #[ignore = "needs a GPU"]
 fn each_variant() {
     let groups = Groups::new(&SPLITS, ROWS).expect("fits");
-    for entry in catalog() {
+    let arch = cuda().device().facts().arch;
+    for entry in catalog().iter().filter(|entry| entry.runs_on(arch)) {
         must(run(&entry.variant, &groups).in_case(&entry.variant));
     }
 }

@@ -5,14 +5,23 @@ use moe4::kernels::Error;
 use moe4_conformance::compare::bf16_bits;
 use moe4_conformance::data::Random;
 use moe4_conformance::{Failure, Outcome};
-use moe4_cuda::Cuda;
 use moe4_cuda::driver::CallError;
+use moe4_cuda::{Cuda, CudaOptions, Products};
 use std::sync::OnceLock;
 
 /// One backend for most tests: kernels are loaded once, and the context stays while others come and go.
 pub(crate) fn cuda() -> &'static Cuda {
     static CUDA: OnceLock<Cuda> = OnceLock::new();
     CUDA.get_or_init(another)
+}
+
+/// One whose products are those for any GPU.
+pub(crate) fn portable() -> &'static Cuda {
+    static PORTABLE: OnceLock<Cuda> = OnceLock::new();
+    PORTABLE.get_or_init(|| {
+        let options = CudaOptions { products: Products::Portable, ..CudaOptions::default() };
+        Cuda::open(&options).unwrap_or_else(|e| panic!("{e}"))
+    })
 }
 
 /// A backend on a stream of its own.
