@@ -27,6 +27,7 @@ pub mod driver;
 mod faults;
 mod groups;
 mod launch;
+mod marks;
 mod memory;
 pub mod sources;
 pub mod variant;
