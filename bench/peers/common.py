@@ -75,7 +75,7 @@ def arguments():
         raise SystemExit("PyTorch finds no CUDA device")
     with given.shapes.open("rb") as file:
         listed = tomllib.load(file)["shape"]
-    chosen = [s for s in listed if s["name"] in given.shape or (not given.shape and s["backend"] == given.device)]
+    chosen = [s for s in listed if s["name"] in given.shape or (not given.shape and s.get("backend") == given.device)]
     shapes = [Shape(**{key: value for key, value in s.items() if key != "backend"}) for s in chosen]
     return Arguments(given.device, given.runs, given.row, shapes)
 

@@ -28,6 +28,7 @@ pub mod driver;
 mod faults;
 mod groups;
 mod launch;
+mod marks;
 mod memory;
 mod pages;
 pub mod sources;

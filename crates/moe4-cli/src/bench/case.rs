@@ -17,6 +17,12 @@ pub(super) enum Pass {
     QuantizeWeights,
     Permute,
     Unpermute,
+    /// One product of a step, NVFP4.
+    Product(Product),
+    /// All passes over `h` of one step but its products, NVFP4.
+    H(HPasses),
+    /// With prepared weights, and nothing kept for a backward.
+    Forward(Precision),
     /// Quantization of the weights (NVFP4 only), forward and backward with all gradients.
     Step(Precision),
 }
@@ -28,6 +34,30 @@ pub(super) enum Quantize {
     Columnwise,
     Both,
     BothStochastic,
+}
+
+/// The products of a training step; `products.rs` says what each reads and writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Product {
+    Fc1,
+    Fc2,
+    Dact,
+    /// Writes `h` again as well.
+    DactRecompute,
+    Dx,
+    Dw1,
+    Dw2,
+}
+
+/// Three ways to get `h`'s two copies, the columnwise one for the backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum HPasses {
+    /// Amaxes by a pass, then both copies.
+    Separate,
+    /// Both copies, with the amaxes of FC1's epilogue.
+    Reuse,
+    /// The rowwise copy in the forward, and the columnwise one, of `h` built again, in the backward.
+    Recompute,
 }
 
 /// The tensor that a pass runs on.
@@ -43,7 +73,7 @@ pub(super) enum Tensor {
     W1,
     /// `[E, H, F]`.
     W2,
-    /// All of them.
+    /// Several, or the one in the pass's name.
     All,
 }
 
@@ -59,7 +89,7 @@ const fn case(pass: Pass, tensor: Tensor) -> Case {
 }
 
 /// All rows. What the operator never does is not measured, such as rounding of `h` at random.
-pub(super) const CASES: [Case; 17] = [
+pub(super) const CASES: [Case; 29] = [
     case(Pass::GroupAmax, Tensor::X),
     case(Pass::GroupHadamardAmax, Tensor::X),
     case(Pass::GroupHadamardAmax, Tensor::Dc),
@@ -76,6 +106,18 @@ pub(super) const CASES: [Case; 17] = [
     case(Pass::QuantizeWeights, Tensor::W2),
     case(Pass::Permute, Tensor::X),
     case(Pass::Unpermute, Tensor::X),
+    case(Pass::H(HPasses::Separate), Tensor::All),
+    case(Pass::H(HPasses::Reuse), Tensor::All),
+    case(Pass::H(HPasses::Recompute), Tensor::All),
+    case(Pass::Product(Product::Fc1), Tensor::All),
+    case(Pass::Product(Product::Fc2), Tensor::All),
+    case(Pass::Product(Product::Dact), Tensor::All),
+    case(Pass::Product(Product::DactRecompute), Tensor::All),
+    case(Pass::Product(Product::Dx), Tensor::All),
+    case(Pass::Product(Product::Dw1), Tensor::All),
+    case(Pass::Product(Product::Dw2), Tensor::All),
+    case(Pass::Forward(Precision::Bf16), Tensor::All),
+    case(Pass::Forward(Precision::Nvfp4), Tensor::All),
     case(Pass::Step(Precision::Bf16), Tensor::All),
     case(Pass::Step(Precision::Nvfp4), Tensor::All),
 ];
@@ -92,6 +134,18 @@ impl Pass {
             Pass::QuantizeWeights => "quantize_weights",
             Pass::Permute => "permute",
             Pass::Unpermute => "unpermute",
+            Pass::Product(Product::Fc1) => "grouped_gemm_act",
+            Pass::Product(Product::Fc2) => "grouped_gemm fc2",
+            Pass::Product(Product::Dact) => "grouped_gemm_dact",
+            Pass::Product(Product::DactRecompute) => "grouped_gemm_dact recompute",
+            Pass::Product(Product::Dx) => "grouped_gemm dx",
+            Pass::Product(Product::Dw1) => "grouped_wgrad dw1",
+            Pass::Product(Product::Dw2) => "grouped_wgrad dw2",
+            Pass::H(HPasses::Separate) => "h_separate",
+            Pass::H(HPasses::Reuse) => "h_reuse",
+            Pass::H(HPasses::Recompute) => "h_recompute",
+            Pass::Forward(Precision::Bf16) => "forward_bf16",
+            Pass::Forward(Precision::Nvfp4) => "forward_nvfp4",
             Pass::Step(Precision::Bf16) => "step_bf16",
             Pass::Step(Precision::Nvfp4) => "step_nvfp4",
         }
@@ -152,6 +206,8 @@ mod tests {
         };
         assert_eq!(chosen("step")?, ["step_bf16", "step_nvfp4"]);
         assert_eq!(chosen("group_quantize_both h")?, ["group_quantize_both h"]);
+        assert_eq!(chosen("grouped_gemm ")?, ["grouped_gemm fc2", "grouped_gemm dx"]);
+        assert_eq!(chosen("h_")?, ["h_separate", "h_reuse", "h_recompute"]);
         assert_eq!(select(&[])?.len(), CASES.len());
         assert!(chosen("").is_err());
         assert!(chosen("gemm").is_err());

@@ -6,8 +6,8 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use anyhow::{Result, bail};
-use moe4::kernels::Backend;
 use moe4::kernels::cpu::Cpu;
+use moe4::kernels::{Backend, CallTimes, Marks};
 use rayon::prelude::*;
 
 use crate::doctor::machine::Machine;
@@ -17,6 +17,11 @@ pub(super) trait Clock: Backend {
     /// Times `work`: `warmup` calls that do not count, then `runs` calls, each timed alone and complete when its
     /// time is taken. Inputs stay where they are, in whatever caches they fit.
     fn time(&self, runs: usize, warmup: usize, work: impl FnMut() -> Result<()>) -> Result<Timing>;
+
+    /// Marks around single passes.
+    type Marks: Marks;
+    /// Those of this backend.
+    fn marks(&self) -> &Self::Marks;
 
     /// What the hardware reaches on plain work, measured now.
     fn ceilings(&self) -> Result<Ceilings>;
@@ -72,6 +77,11 @@ impl Clock for Cpu {
             times.push(start.elapsed().as_secs_f64() * 1e3);
         }
         Timing::of(times)
+    }
+
+    type Marks = CallTimes;
+    fn marks(&self) -> &CallTimes {
+        &CallTimes
     }
 
     /// The copy runs on all threads. The matrix rate stays unknown: a loop of multiplications and additions would

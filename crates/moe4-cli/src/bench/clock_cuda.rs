@@ -4,10 +4,14 @@
 //! microseconds, is told with the host's time.
 
 use anyhow::{Error, Result};
+use half::bf16;
+use moe4::kernels::contract::{GroupedGemm, Operand, Side, WeightOperand, WeightShape};
 use moe4::kernels::{Backend, DeviceError};
+use moe4::tensor::Groups;
 use moe4_cuda::Cuda;
 
 use super::clock::{Ceilings, Clock, Timing};
+use super::inputs;
 use crate::cuda::version;
 
 impl Clock for Cuda {
@@ -31,8 +35,12 @@ impl Clock for Cuda {
         }
     }
 
-    /// The copy lies in the backend's pool, so that after the warm-up nothing is allocated. The matrix rate stays unknown as
-    /// long as the backend has no products.
+    type Marks = Self;
+    fn marks(&self) -> &Self {
+        self
+    }
+
+    /// The copy lies in the backend's pool, so that after the warm-up nothing is allocated.
     fn ceilings(&self) -> Result<Ceilings> {
         let most = self.available_memory().map_or(COPY_BYTES, |free| free / 4);
         let len = usize::try_from(most.min(COPY_BYTES))?.max(1 << 20);
@@ -41,7 +49,10 @@ impl Clock for Cuda {
             drop(self.duplicate(from.view())?);
             Ok(())
         })?;
-        Ok(Ceilings { copy_gb_s: 2.0 * len as f64 / timing.median / 1e6, matrix_tflop_s: None })
+        Ok(Ceilings {
+            copy_gb_s: 2.0 * len as f64 / timing.median / 1e6,
+            matrix_tflop_s: matrix_rate(self).ok(),
+        })
     }
 
     fn available_memory(&self) -> Option<u64> {
@@ -68,5 +79,29 @@ impl Clock for Cuda {
     }
 }
 
+/// TFLOP/s of a large square product of BF16 operands: the best that this backend's own products do, so that other
+/// products are compared with what their form costs. An error where it has none, or no room.
+fn matrix_rate(cuda: &Cuda) -> Result<f64> {
+    let n = MATRIX;
+    let groups = Backend::groups(cuda, &Groups::new(&[n], n)?)?;
+    let [a, w] = [21, 22].map(|stream| cuda.upload(&inputs::normal(stream, n * n, 1.0)));
+    let (a, w) = (a?, w?);
+    let mut out = cuda.empty::<bf16>(n * n)?;
+    let timing = Clock::time(cuda, 9, 2, || {
+        Ok(cuda.grouped_gemm(GroupedGemm {
+            a: Operand::Bf16(a.view()),
+            w: WeightOperand::Bf16(vec![w.view()]),
+            shape: WeightShape { n, k: n },
+            side: Side::Fprop,
+            groups: &groups,
+            bias: None,
+            out: out.view_mut(),
+        })?)
+    })?;
+    Ok(2.0 * (n as f64).powi(3) / timing.median / 1e9)
+}
+
+/// Rows and columns of the product.
+const MATRIX: usize = 8192;
 /// Far more than any cache holds.
 const COPY_BYTES: u64 = 2 << 30;

@@ -4,17 +4,27 @@ use anyhow::{Context, Error, Result};
 use indicatif::ProgressBar;
 use moe4::kernels::{Capabilities, Ledger};
 
-use super::case::Case;
+use super::case::{Case, Pass};
 use super::check::{self, Ready};
 use super::clock::{Ceilings, Clock};
 use super::memory;
 use super::peers::Peers;
 use super::row::{Row, floor_ms};
+use super::sequence;
 use super::shapes::Shape;
 use crate::output;
 
 /// Calls before the timed ones, for caches and clocks.
-const WARM_UP: usize = 3;
+pub(super) const WARM_UP: usize = 3;
+
+/// How rows are measured.
+#[derive(Clone, Copy)]
+pub(super) struct Options {
+    /// Timed runs.
+    pub(super) runs: usize,
+    /// Times of the single passes of forwards and steps as well.
+    pub(super) per_pass: bool,
+}
 
 /// What came out.
 #[derive(Default)]
@@ -29,7 +39,7 @@ pub(super) fn all<B: Clock>(
     backend: &B,
     shapes: &[&Shape],
     cases: &[Case],
-    runs: usize,
+    options: Options,
     peers: Option<&Peers>,
 ) -> Result<Measurement> {
     let mut out = Measurement::default();
@@ -51,13 +61,13 @@ pub(super) fn all<B: Clock>(
         for &(_, case) in supported.iter().filter(|(of, _)| of.name == shape.name) {
             bar.set_message(format!("{case}, {}", shape.name));
             match fits(backend, case, shape) {
-                Ok(()) => rows.push(one(backend, case, shape, runs, ceilings)?),
+                Ok(()) => rows.push(one(backend, case, shape, options, ceilings)?),
                 Err(note) => out.notes.push(note),
             }
             bar.inc(1);
         }
         if let Some(peers) = peers {
-            measure_peers(peers, &bar, runs, &mut rows, &mut out.notes)?;
+            measure_peers(peers, &bar, options.runs, &mut rows, &mut out.notes)?;
         }
         out.rows.append(&mut rows);
     }
@@ -110,13 +120,26 @@ fn fits<B: Clock>(backend: &B, case: Case, shape: &Shape) -> Result<(), String> 
     }
 }
 
-fn one<B: Clock>(backend: &B, case: Case, shape: &Shape, runs: usize, ceilings: Ceilings) -> Result<Row> {
-    let mut ready = Ready::new(backend, case, shape)?;
+fn one<B: Clock>(
+    backend: &B,
+    case: Case,
+    shape: &Shape,
+    options: Options,
+    ceilings: Ceilings,
+) -> Result<Row> {
+    let runs = options.runs;
+    let mut ready = Ready::new(backend, case, shape, backend.capabilities().unpacked_operands)?;
     ready.check_repeats(backend).with_context(|| format!("{case} on {}", shape.name))?;
     let ledger = Ledger::new(backend);
     ready.run(&ledger)?;
     let entries = ledger.take();
     let timing = backend.time(runs, WARM_UP, || ready.run(backend))?;
+    let passes = match case.pass {
+        // What the passes over h cost in each phase is what these rows are for.
+        Pass::H(_) => sequence::time(backend, &mut ready, runs, ceilings)?,
+        _ if options.per_pass => sequence::time(backend, &mut ready, runs, ceilings)?,
+        _ => vec![],
+    };
     let Capabilities { backend, path, .. } = backend.capabilities();
     Ok(Row {
         name: case.to_string(),
@@ -129,6 +152,8 @@ fn one<B: Clock>(backend: &B, case: Case, shape: &Shape, runs: usize, ceilings: 
         floor_ms: floor_ms(&entries, ceilings),
         bytes: entries.iter().map(|entry| entry.work.bytes()).sum(),
         flops: entries.iter().map(|entry| entry.work.flops).sum(),
+        saved_h_bytes: ready.saved_h_bytes()?,
+        passes,
         peers: vec![],
     })
 }

@@ -10,7 +10,7 @@ pub(super) fn needed(case: Case, shape: &Shape) -> u64 {
     let cols = case.tensor.cols(shape);
     let (rows, experts) = (shape.rows, shape.experts);
     let x = rows * cols * 2;
-    let padded = shape.splits.iter().map(|split| split.next_multiple_of(16)).sum();
+    let padded: usize = shape.splits.iter().map(|split| split.next_multiple_of(16)).sum();
     let (row, column) = (packed_bytes(rows, cols), packed_bytes(cols, padded));
     let n1 = shape.config().fc1_rows();
     let bytes = match case.pass {
@@ -23,10 +23,12 @@ pub(super) fn needed(case: Case, shape: &Shape) -> u64 {
             experts * n * cols * 2 + 2 * packed_bytes(experts * n, cols)
         }
         Pass::Permute | Pass::Unpermute => 3 * x,
-        // Weights in BF16 and as a copy, their FP32 gradients; x, dy, dx, y, c, dc, h, their copies and dh.
-        Pass::Step(_) => {
+        // With BF16 values beside codes and scales.
+        Pass::H(_) => rows * shape.ffn * (2 + 2 * 3) + padded * shape.ffn * 2 * 3,
+        // Weights in BF16 and as a copy, packed and unpacked, and their gradients; x, dy, dx, y, c, dc, h, their copies and dh.
+        Pass::Product(_) | Pass::Forward(_) | Pass::Step(_) => {
             let weights = experts * (n1 * shape.hidden + shape.hidden * shape.ffn);
-            weights * (2 + 2 + 2 * 4) + rows * (shape.hidden + shape.ffn + n1) * 8
+            weights * (2 + 3 + 2 * 2) + rows * (shape.hidden + shape.ffn + n1) * 14
         }
     };
     bytes as u64

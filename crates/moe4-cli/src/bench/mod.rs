@@ -4,7 +4,7 @@
 //! for each shape and case:  small shape against the reference   wrong: the command fails, nothing is timed
 //! for each shape and case:  two runs, the same bytes?           wrong: the command fails, nothing is recorded
 //!                           one run under a ledger              bytes and operations, hence the floor
-//!                           timed runs
+//!                           timed runs, then if asked for runs with marks around every pass
 //! for each shape:           the peers, on the same rows    wrong: a line says so, the rest is recorded
 //! then:                     table, record
 //! ```
@@ -13,26 +13,31 @@ mod case;
 mod check;
 mod clock;
 mod clock_cuda;
+mod copies;
+mod h_passes;
 mod inputs;
 mod measure;
 mod memory;
 mod passes;
 mod peers;
+mod products;
 mod record;
 mod row;
+mod sequence;
 mod shapes;
 mod step;
 mod table;
 mod tensors;
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use moe4::kernels::cpu::Cpu;
 
 use self::clock::Clock;
-use self::measure::Measurement;
+use self::measure::{Measurement, Options};
 use self::peers::Peers;
 use self::record::Record;
 use self::shapes::{BackendArg, Shapes};
@@ -50,6 +55,9 @@ pub(crate) struct BenchArgs {
     /// A pass by its name or the start of it, repeatable: group_quantize, step_nvfp4 [default: all].
     #[arg(long, value_name = "NAME")]
     pass: Vec<String>,
+    /// Show each pass of forwards and steps as well, with its time on the device.
+    #[arg(long)]
+    per_pass: bool,
     /// Timed runs of each row, of which the median counts.
     #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     runs: u32,
@@ -62,6 +70,9 @@ pub(crate) struct BenchArgs {
     /// Measure the PyTorch scripts of bench/peers beside, with this Python interpreter.
     #[arg(long, value_name = "PYTHON")]
     peers: Option<PathBuf>,
+    /// Seconds after which a script of the peers is ended; each runs once a shape, compiling included.
+    #[arg(long, value_name = "SECONDS", default_value_t = 1800, requires = "peers", value_parser = clap::value_parser!(u32).range(1..))]
+    peer_timeout: u32,
     /// Shapes to take instead of bench/shapes.toml, whose form they have.
     #[arg(long, value_name = "FILE")]
     shapes: Option<PathBuf>,
@@ -80,8 +91,9 @@ fn run_on<B: Clock>(backend: &B, args: &BenchArgs) -> Result<()> {
     let selected = shapes.select(&args.shape, args.backend)?;
     let cases = case::select(&args.pass)?;
     // Whatever can be refused is refused before minutes are spent.
-    let peers =
-        args.peers.as_deref().map(|python| Peers::start(python, args.backend, &shapes)).transpose()?;
+    let timeout = Duration::from_secs(u64::from(args.peer_timeout));
+    let start = |python| Peers::start(python, timeout, args.backend, &shapes);
+    let peers = args.peers.as_deref().map(start).transpose()?;
     let record = match &args.record {
         Some(folder) => {
             let machine = args.machine.clone().unwrap_or_else(|| record::slug(&backend.device()));
@@ -90,13 +102,14 @@ fn run_on<B: Clock>(backend: &B, args: &BenchArgs) -> Result<()> {
         None => None,
     };
 
+    let options = Options { runs: args.runs as usize, per_pass: args.per_pass };
     let Measurement { mut rows, mut notes } =
-        measure::all(backend, &selected, &cases, args.runs as usize, peers.as_ref())?;
+        measure::all(backend, &selected, &cases, options, peers.as_ref())?;
     if rows.is_empty() {
         bail!("nothing could be measured: {}", notes.join("; "));
     }
     row::round(&mut rows);
-    let mut text = table::format(&rows);
+    let mut text = table::all(&rows);
     if cfg!(debug_assertions) {
         notes.push("a development build; times that count need cargo run --release".into());
     }

@@ -3,15 +3,16 @@
 use anyhow::{Result, bail};
 use half::bf16;
 use moe4::kernels::contract::{
-    Cast, ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize, Permute, QuantizeWeights, Unpermute,
+    ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize, Permute, QuantizeWeights, Unpermute,
     WeightShape,
 };
 use moe4::kernels::{Backend, Buffer, Memory};
 use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::{RandomStream, Rounding};
-use moe4::tensor::{OperandShape, ScaleLayout};
+use moe4::tensor::OperandShape;
 
 use super::case::{Case, Pass, Quantize, Tensor};
+use super::copies::{COLUMNWISE, Copy, ROWWISE};
 use super::inputs;
 use super::shapes::Shape;
 use super::tensors::{Output, download, poisoned};
@@ -26,36 +27,12 @@ pub(super) struct SinglePass<M: Memory> {
     /// Amaxes before and after the RHT: inputs of a quantization, outputs of the other passes.
     amax: Buffer<M, f32>,
     amax_rht: Buffer<M, f32>,
-    row: Packed<M>,
-    column: Packed<M>,
+    row: Copy<M>,
+    column: Copy<M>,
     /// Of a permutation.
     index: Buffer<M, u32>,
     weights: Buffer<M, f32>,
     rows_out: Buffer<M, bf16>,
-}
-
-/// One packed copy.
-struct Packed<M: Memory> {
-    codes: Buffer<M, u8>,
-    scales: Buffer<M, u8>,
-}
-
-impl<M: Memory> Packed<M> {
-    fn poisoned<B: Backend<Memory = M>>(backend: &B, shape: Option<OperandShape>, byte: u8) -> Result<Self> {
-        let [codes, scales] = shape.map_or([0, 0], |shape| [shape.code_bytes(), shape.scale_bytes()]);
-        Ok(Self { codes: poisoned(backend, codes, byte)?, scales: poisoned(backend, scales, byte)? })
-    }
-
-    fn cast<'a>(&'a mut self, amax: &'a Buffer<M, f32>, rounding: Rounding) -> Cast<'a, M> {
-        Cast {
-            amax: M::view(amax),
-            rounding,
-            layout: ScaleLayout::Plain,
-            codes: M::view_mut(&mut self.codes),
-            scales: M::view_mut(&mut self.scales),
-            unpacked: None,
-        }
-    }
 }
 
 impl<M: Memory> SinglePass<M> {
@@ -73,7 +50,7 @@ impl<M: Memory> SinglePass<M> {
             _ => vec![],
         };
         let weights = if case.pass == Pass::Unpermute { shape.rows } else { 0 };
-        let none = || Packed::poisoned(backend, None, 0);
+        let none = || Copy::poisoned(backend, None, false, 0);
         let mut ready = Self {
             pass: case.pass,
             shape: shape.clone(),
@@ -110,8 +87,8 @@ impl<M: Memory> SinglePass<M> {
             }
             _ => (None, None),
         };
-        self.row = Packed::poisoned(backend, row, byte)?;
-        self.column = Packed::poisoned(backend, column, byte)?;
+        self.row = Copy::poisoned(backend, row, false, byte)?;
+        self.column = Copy::poisoned(backend, column, false, byte)?;
         let rows_out = match self.pass {
             Pass::Permute => self.shape.rows * cols,
             Pass::Unpermute => self.shape.rows / self.shape.top_k * cols,
@@ -184,7 +161,9 @@ impl<M: Memory> SinglePass<M> {
                 weights: Some(M::view(&self.weights)),
                 out: M::view_mut(&mut self.rows_out),
             })?,
-            Pass::Step(_) => bail!("a step is no single pass; please report this"),
+            Pass::Product(_) | Pass::H(_) | Pass::Forward(_) | Pass::Step(_) => {
+                bail!("that is no pass over one tensor; please report this")
+            }
         }
         Ok(())
     }
@@ -201,10 +180,8 @@ impl<M: Memory> SinglePass<M> {
         if matches!(self.pass, Pass::GroupHadamardAmax | Pass::GroupQuantize(_)) {
             each(download::<_, f32>(backend, "amax after the RHT", &self.amax_rht)?)?;
         }
-        each(download::<_, u8>(backend, "rowwise codes", &self.row.codes)?)?;
-        each(download::<_, u8>(backend, "rowwise scales", &self.row.scales)?)?;
-        each(download::<_, u8>(backend, "columnwise codes", &self.column.codes)?)?;
-        each(download::<_, u8>(backend, "columnwise scales", &self.column.scales)?)?;
+        self.row.outputs(backend, ROWWISE, each)?;
+        self.column.outputs(backend, COLUMNWISE, each)?;
         each(download::<_, bf16>(backend, "rows", &self.rows_out)?)
     }
 }

@@ -1,11 +1,14 @@
 //! PyTorch beside moe4: the scripts of `bench/peers`, run on the same shapes and joined row by row.
 //!
 //! A script prints a JSON object a line, with `peer`, `name`, `shape`, and `median_ms` or `error`. The scripts are
-//! part of this program, and read the same text of shapes.
+//! part of this program, and read the same text of shapes. One that takes too long is ended; what it printed until then
+//! counts.
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
@@ -28,6 +31,7 @@ const FILES: [(&str, &str); 3] = [
 pub(super) struct Peers {
     python: PathBuf,
     device: &'static str,
+    timeout: Duration,
     folder: TempDir,
     facts: Map<String, Value>,
 }
@@ -49,8 +53,13 @@ struct Line {
 }
 
 impl Peers {
-    /// Lays out the scripts, and asks which PyTorch there is.
-    pub(super) fn start(python: &Path, backend: BackendArg, shapes: &Shapes) -> Result<Self> {
+    /// Lays out the scripts, and asks which PyTorch there is. `timeout` is for each run of a script.
+    pub(super) fn start(
+        python: &Path,
+        timeout: Duration,
+        backend: BackendArg,
+        shapes: &Shapes,
+    ) -> Result<Self> {
         let folder = tempfile::tempdir().context("cannot make a folder for the peers' scripts")?;
         for (name, text) in FILES.into_iter().chain([("shapes.toml", shapes.text.as_str())]) {
             fs::write(folder.path().join(name), text).context("cannot write the peers' scripts")?;
@@ -59,7 +68,7 @@ impl Peers {
             BackendArg::Cpu => "cpu",
             BackendArg::Cuda => "cuda",
         };
-        let mut peers = Self { python: python.to_owned(), device, folder, facts: Map::new() };
+        let mut peers = Self { python: python.to_owned(), device, timeout, folder, facts: Map::new() };
         let Finished { stdout: text, failure } = peers.run(COMMON, &[])?;
         if let Some(failure) = failure {
             bail!("--peers: {failure}");
@@ -105,20 +114,54 @@ impl Peers {
 
     fn run(&self, script: &str, arguments: &[&str]) -> Result<Finished> {
         let folder = self.folder.path();
-        let output = Command::new(&self.python)
+        // Files, not pipes: helpers that a script leaves behind would keep those open.
+        let [printed, told] = ["printed", "told"].map(|name| folder.join(name));
+        let file = |path: &Path| File::create(path).context("cannot keep what the peers' scripts print");
+        let mut child = Command::new(&self.python)
             .arg(folder.join(script))
             .args(["--device", self.device, "--shapes"])
             .arg(folder.join("shapes.toml"))
             .args(arguments)
             .stdin(Stdio::null())
-            .output()
+            .stdout(file(&printed)?)
+            .stderr(file(&told)?)
+            .spawn()
             .with_context(|| format!("--peers: cannot start {}", self.python.display()))?;
-        let failure = (!output.status.success()).then(|| {
-            let text = String::from_utf8_lossy(&output.stderr);
-            let last = text.lines().map(str::trim).rfind(|line| !line.is_empty()).unwrap_or("no message");
-            format!("{script} ended with {}: {}", output.status, last.replace(char::is_control, " "))
-        });
-        Ok(Finished { stdout: String::from_utf8_lossy(&output.stdout).into_owned(), failure })
+        let status = wait(&mut child, self.timeout).context("--peers: cannot wait for a script")?;
+        let text = |path: &Path| -> Result<String> {
+            let bytes = fs::read(path).context("cannot read what the peers' scripts print")?;
+            Ok(String::from_utf8_lossy(&bytes).into_owned())
+        };
+        let failure = match status {
+            Some(status) if status.success() => None,
+            Some(status) => {
+                let text = text(&told)?;
+                let last = text.lines().map(str::trim).rfind(|line| !line.is_empty()).unwrap_or("no message");
+                Some(format!("{script} ended with {status}: {}", last.replace(char::is_control, " ")))
+            }
+            None => {
+                let seconds = self.timeout.as_secs();
+                Some(format!("{script} took more than {seconds} s and was ended; see --peer-timeout"))
+            }
+        };
+        Ok(Finished { stdout: text(&printed)?, failure })
+    }
+}
+
+/// How a script ended, or `None` if it had to be ended.
+fn wait(child: &mut Child, timeout: Duration) -> std::io::Result<Option<ExitStatus>> {
+    let start = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(Some(status));
+        }
+        if start.elapsed() >= timeout {
+            // It may have ended by itself just now.
+            child.kill().or_else(|error| child.try_wait()?.map(drop).ok_or(error))?;
+            child.wait()?;
+            return Ok(None);
+        }
+        thread::sleep(Duration::from_millis(20));
     }
 }
 

@@ -1,8 +1,9 @@
 //! `DIR/<machine>/<date>.json`: rows of one machine on one day, with what the machine is.
 //!
-//! A file of the same day keeps its other rows and whatever else it holds. It is replaced as a whole or not at all.
+//! A file of the same day keeps its other rows and whatever else it holds. It is replaced as a whole or not at all, and
+//! by one run at a time: between reading and replacing, the folder is locked.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -44,6 +45,7 @@ impl Record {
     /// Writes the rows; those of the same name, shape and backend that were there before go.
     pub(super) fn write(self, rows: &[Row], facts: Vec<(&'static str, String)>) -> Result<PathBuf> {
         let Self { path, date } = self;
+        let _locked = lock(&path).with_context(|| format!("--record: cannot lock {}", path.display()))?;
         // Read anew: another run may have written while this one measured.
         let mut former = read(&path)?;
         let new = rows.iter().map(recorded).collect::<Result<Vec<_>>>()?;
@@ -105,6 +107,22 @@ fn machine_facts() -> Map<String, Value> {
     let memory = memory.map(|m| (m.total as f64 / (1_u64 << 30) as f64 * 10.0).round() / 10.0);
     let facts = json!({ "system": system, "processor": processor, "cores": cores, "memory_gib": memory });
     facts.as_object().cloned().unwrap_or_default()
+}
+
+/// Waits until no other run is between reading and replacing; until the file is closed, none is but this one.
+#[cfg(unix)]
+fn lock(path: &Path) -> Result<File> {
+    // The folder, because the record itself is replaced, and a file of its own would be left behind.
+    let folder = File::open(path.parent().context("a file in a folder")?)?;
+    folder.lock()?;
+    Ok(folder)
+}
+
+#[cfg(not(unix))]
+fn lock(path: &Path) -> Result<File> {
+    let file = File::create(path.with_extension("lock"))?;
+    file.lock()?;
+    Ok(file)
 }
 
 fn replace(path: &Path, text: &str) -> Result<()> {
@@ -173,6 +191,34 @@ mod tests {
         assert_eq!(date(11_016), (2000, 2, 29));
         assert_eq!(date(20_787), (2026, 11, 30));
         assert_eq!(date(20_818), (2026, 12, 31));
+    }
+
+    #[test]
+    fn runs_that_write_at_the_same_time_keep_each_others_rows() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        let row = |index: usize| Row {
+            name: format!("row {index}"),
+            shape: crate::bench::shapes::Shapes::read(None).expect("the shipped shapes").all[0].id(),
+            backend: "cpu".into(),
+            median_ms: 1.0,
+            min_ms: 1.0,
+            max_ms: 1.0,
+            runs: 1,
+            floor_ms: None,
+            bytes: 1,
+            flops: 0,
+            saved_h_bytes: None,
+            passes: vec![],
+            peers: vec![],
+        };
+        let write = |index| Record::open(folder.path(), "m")?.write(&[row(index)], vec![]);
+        std::thread::scope(|scope| {
+            let all: Vec<_> = (0..16).map(|index| scope.spawn(move || write(index))).collect();
+            all.into_iter().try_for_each(|thread| thread.join().expect("no panic").map(drop))
+        })?;
+        let Record { path, .. } = Record::open(folder.path(), "m")?;
+        assert_eq!(read(&path)?["rows"].as_array().map(Vec::len), Some(16));
+        Ok(())
     }
 
     #[test]

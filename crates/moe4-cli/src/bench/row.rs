@@ -4,6 +4,7 @@ use moe4::kernels::Entry;
 use serde::Serialize;
 
 use super::clock::Ceilings;
+use super::sequence::PassTime;
 use super::shapes::ShapeId;
 
 /// A case on a shape.
@@ -23,6 +24,12 @@ pub(super) struct Row {
     pub(super) bytes: u64,
     /// Multiplications and additions of matrix products.
     pub(super) flops: u64,
+    /// Bytes of `h` that wait for the backward, of rows that compare just that.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) saved_h_bytes: Option<usize>,
+    /// The passes of a run of several, if their times were taken.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) passes: Vec<PassTime>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) peers: Vec<PeerTime>,
 }
@@ -56,6 +63,9 @@ pub(super) fn round(rows: &mut [Row]) {
         for ms in [&mut row.median_ms, &mut row.min_ms, &mut row.max_ms].into_iter().chain(&mut row.floor_ms)
         {
             to(ms, 1e4);
+        }
+        for pass in &mut row.passes {
+            [&mut pass.ms].into_iter().chain(&mut pass.floor_ms).for_each(|ms| to(ms, 1e4));
         }
         for peer in &mut row.peers {
             to(&mut peer.peer_ms, 1e4);

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
+use moe4::kernels::work::Rows;
 use moe4::mlp::{Activation, GroupedMlpConfig};
 use moe4::tensor::Groups;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -24,8 +25,9 @@ pub(super) enum BackendArg {
 #[serde(deny_unknown_fields)]
 pub(super) struct Shape {
     pub(super) name: String,
-    /// The backend that it is measured on unless asked for by name.
-    pub(super) backend: BackendArg,
+    /// The backend that it is measured on unless asked for by name; `None` for none.
+    #[serde(default)]
+    pub(super) backend: Option<BackendArg>,
     pub(super) experts: usize,
     pub(super) top_k: usize,
     /// `T`: routed rows, the sum of the splits.
@@ -84,6 +86,14 @@ impl Shapes {
             anyhow::anyhow!("line {line}: {}", error.message())
         })?;
         for (index, shape) in all.iter().enumerate() {
+            if shape.name.is_empty() || shape.name.contains(char::is_control) {
+                // The name goes to tables, to records, and to the command lines of the peers.
+                bail!(
+                    "shape {}: expected a name without control characters, got {:?}",
+                    index + 1,
+                    shape.name
+                );
+            }
             shape.check().with_context(|| format!("shape '{}'", shape.name))?;
             if all[..index].iter().any(|other| other.name == shape.name) {
                 bail!("shape '{}' is there twice; give each its own name", shape.name);
@@ -102,7 +112,7 @@ impl Shapes {
         };
         let named = names.iter().map(named).collect::<Result<Vec<_>>>()?;
         let wanted = |shape: &&Shape| match named[..] {
-            [] => shape.backend == backend,
+            [] => shape.backend == Some(backend),
             // In the order of the file, each once.
             _ => named.iter().any(|named| named.name == shape.name),
         };
@@ -167,6 +177,12 @@ impl Shape {
 
     pub(super) fn groups(&self) -> Result<Groups> {
         Ok(Groups::new(&self.splits, self.rows)?)
+    }
+
+    /// What counts of bytes are made of.
+    pub(super) fn counts(&self) -> Result<Rows> {
+        let padded = self.groups()?.padded_rows();
+        Ok(Rows { rows: self.rows, padded, experts: self.experts })
     }
 
     pub(super) fn id(&self) -> ShapeId {

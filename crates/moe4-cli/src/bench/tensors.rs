@@ -53,6 +53,10 @@ impl Output {
         hasher.write(&self.bytes);
     }
 
+    pub(super) fn is_amax(&self) -> bool {
+        self.name.starts_with("amax")
+    }
+
     /// The same bytes as the reference, or an error that says where they differ first.
     pub(super) fn expect_same(&self, reference: &Self) -> Result<()> {
         let Self { name, bytes, .. } = self;

@@ -57,7 +57,7 @@ fn every_row_is_in_the_table_and_in_the_record() {
     let text = space.moe4(&arguments).succeeds().stdout;
     let record = record(&space, "kept/here");
     let rows = record["rows"].as_array().expect("rows");
-    assert_eq!(rows.len(), 2 * 17, "{text}");
+    assert_eq!(rows.len(), 2 * 29, "{text}");
     for row in rows {
         let (name, shape) = (row["name"].as_str().expect("a name"), &row["shape"]);
         let shape_name = shape["name"].as_str().expect("a name");
@@ -69,13 +69,59 @@ fn every_row_is_in_the_table_and_in_the_record() {
         assert!(min <= median && median <= max, "{row}");
         assert_eq!(row["runs"], 2);
         assert!(row["bytes"].as_u64().is_some_and(|bytes| bytes > 0), "{row}");
-        let step = name.starts_with("step");
-        assert_eq!(row["flops"].as_u64().is_some_and(|flops| flops > 0), step, "{row}");
-        assert_eq!(row["floor_ms"].is_null(), step, "{row}");
+        let products = ["step", "forward", "grouped_"].iter().any(|start| name.starts_with(start));
+        assert_eq!(row["flops"].as_u64().is_some_and(|flops| flops > 0), products, "{row}");
+        assert_eq!(row["floor_ms"].is_null(), products, "{row}");
+        assert_eq!(row["saved_h_bytes"].is_u64(), name.starts_with("h_"), "{row}");
+        assert_eq!(row["passes"].is_array(), name.starts_with("h_"), "{row}");
         assert!(row.get("peers").is_none(), "{row}");
     }
     assert!(record["date"].is_string() && record["moe4"].is_string(), "{record}");
     assert!(record["machine"]["cores"].as_u64().is_some_and(|cores| cores > 0), "{record}");
+}
+
+#[test]
+fn passes_of_a_step_are_shown_one_by_one() {
+    let space = workspace();
+    let more = ["--shape", "tiny", "--pass", "step", "--pass", "forward", "--per-pass", "--record", "kept"];
+    let text = space.moe4(&arguments(&[&more[..], &["--machine", "m"]].concat())).succeeds().stdout;
+    assert!(text.contains("step_nvfp4 on tiny, pass by pass"), "{text}");
+    let record = record(&space, "kept/m");
+    let passes = |index: usize| -> Vec<String> {
+        let passes = record["rows"][index]["passes"].as_array().expect("passes");
+        let told = |pass: &Value, field: &str| pass[field].as_str().expect("text").to_owned();
+        passes
+            .iter()
+            .map(|pass| ["phase", "pass", "tensor"].map(|field| told(pass, field)).join(" "))
+            .collect()
+    };
+    assert_eq!(passes(0), ["forward grouped_gemm_act c, h", "forward grouped_gemm y"]);
+    let step = passes(3);
+    assert_eq!(step[0], "weights quantize_weights w1");
+    assert_eq!(step.last().map(String::as_str), Some("backward grouped_gemm dx"));
+    assert_eq!(step.iter().filter(|pass| pass.contains("grouped_")).count(), 6, "{step:?}");
+    for row in record["rows"].as_array().expect("rows") {
+        let sum = |field: &str| -> u64 {
+            row["passes"].as_array().expect("passes").iter().filter_map(|pass| pass[field].as_u64()).sum()
+        };
+        assert_eq!((row["bytes"].as_u64(), row["flops"].as_u64()), (Some(sum("bytes")), Some(sum("flops"))));
+    }
+}
+
+#[test]
+fn ways_to_the_copies_of_h_are_compared() {
+    let space = workspace();
+    let more = ["--shape", "tiny", "--pass", "h_", "--record", "kept", "--machine", "m"];
+    let text = space.moe4(&arguments(&more)).succeeds().stdout;
+    assert!(text.contains("passes over h") && text.contains("h_recompute"), "{text}");
+    let record = record(&space, "kept/m");
+    let of = |field: &str| [0, 1, 2].map(|index| record["rows"][index][field].clone());
+    assert_eq!(of("name"), ["h_separate", "h_reuse", "h_recompute"]);
+    // 32 columns of 32 + 16 + 32 positions in 4.5 bits, and three amaxes; then the amaxes alone.
+    let packed = 32 * (32 + 16 + 32) * 9 / 16 + 12;
+    assert_eq!(of("saved_h_bytes"), [packed, packed, 12]);
+    let launches = of("passes").map(|passes| passes.as_array().expect("passes").len());
+    assert_eq!(launches, [2, 1, 2]);
 }
 
 #[test]
@@ -125,6 +171,7 @@ fn what_cannot_be_measured_is_refused_in_one_line() {
     fails(&["--shape", "huge"], &["--shape", "tiny, square", "'huge'"]);
     fails(&["--pass", "gemm"], &["--pass", "'gemm'", "group_quantize_both"]);
     fails(&["--machine", "m"], &["--record"]);
+    fails(&["--peer-timeout", "5"], &["--peers"]);
     fails(&["--record", "kept", "--machine", "../m"], &["--machine", "'../m'"]);
     fails(&["--record", "tiny.toml", "--machine", "m"], &["--record", "tiny.toml"]);
     fails(&["--peers", "no-such-python"], &["--peers", "no-such-python"]);
@@ -237,6 +284,27 @@ mod peers {
         assert_eq!(record["rows"][1]["peers"][0]["peer"], "early");
         let asked = fs::read_to_string(space.path("asked")).expect("a file");
         assert!(asked.contains("grouped_mlp.py"), "the other script has its turn: {asked}");
+    }
+
+    #[test]
+    fn a_script_that_hangs_is_ended() {
+        let space = with_python(
+            "echo '{\"peer\": \"early\", \"name\": \"permute x\", \"shape\": \"tiny\", \"median_ms\": 1}'
+             exec sleep 600",
+        );
+        let more = ["--shape", "tiny", "--pass", "permute", "--record", "kept", "--machine", "m"];
+        let peers = ["--peers", "./python", "--peer-timeout", "1"];
+        let text = space.moe4(&arguments(&[&more[..], &peers].concat())).succeeds().stdout;
+        assert!(
+            text.contains("left out: peers on tiny: quantize.py took more than 1 s and was ended"),
+            "{text}"
+        );
+        assert_eq!(record(&space, "kept/m")["rows"][0]["peers"][0]["peer"], "early");
+        let hangs = fs::read_to_string(space.path("python"))
+            .expect("a file")
+            .replace("common.py)", "*) exec sleep 600;;\n*common.py)");
+        fs::write(space.path("python"), hangs).expect("a writable file");
+        space.moe4(&arguments(&peers)).fails_with(&["--peers", "common.py took more than 1 s"]);
     }
 
     #[test]

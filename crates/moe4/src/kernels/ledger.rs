@@ -1,13 +1,14 @@
 //! A backend that writes down which passes ran, what they moved and how long they took.
 //!
-//! It wraps another backend, so a run without it costs nothing.
+//! It wraps another backend, so a run without it costs nothing. A backend that returns before its work is done is timed by
+//! its own [`Marks`]; the time of a call says nothing there.
 #![forbid(unsafe_code)]
 
 use super::contract::*;
 use super::work::Work;
 use super::{Backend, Buffer, Capabilities, Element, Error, Memory, View};
 use crate::tensor::Groups;
-use std::fmt;
+use std::fmt::{self, Debug};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -102,31 +103,92 @@ pub struct Entry {
     pub name: PassName,
     /// What it moved and computed.
     pub work: Work,
-    /// How long the call took.
+    /// How long it took, by the ledger's marks: by default the time of the call.
     pub time: Duration,
+}
+
+/// Marks in the order of a backend's work, and times between them.
+pub trait Marks: Debug + Send + Sync {
+    /// A place in that order.
+    type Mark: Debug + Send;
+
+    /// Behind all work so far. Does not wait for it.
+    fn mark(&self) -> Result<Self::Mark, Error>;
+
+    /// From one mark to a later one; waits until both are reached.
+    fn elapsed(&self, start: &Self::Mark, end: &Self::Mark) -> Result<Duration, Error>;
+}
+
+/// Marks of the host's clock: the times of calls, for backends that return when their work is done.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CallTimes;
+
+impl Marks for CallTimes {
+    type Mark = Instant;
+
+    fn mark(&self) -> Result<Instant, Error> {
+        Ok(Instant::now())
+    }
+    fn elapsed(&self, start: &Instant, end: &Instant) -> Result<Duration, Error> {
+        Ok(end.duration_since(*start))
+    }
 }
 
 /// Passes everything on to `inner` and keeps a list of what ran, in order. Refused and failed passes are left out.
 #[derive(Debug)]
-pub struct Ledger<'b, B> {
+pub struct Ledger<'b, B, C: Marks = CallTimes> {
     inner: &'b B,
-    entries: Mutex<Vec<Entry>>,
+    marks: &'b C,
+    entries: Mutex<Vec<Marked<C::Mark>>>,
+}
+
+/// A pass between its marks.
+#[derive(Debug)]
+struct Marked<T> {
+    name: PassName,
+    work: Work,
+    start: T,
+    end: T,
 }
 
 impl<'b, B: Backend> Ledger<'b, B> {
-    /// An empty ledger over `inner`.
+    /// An empty ledger over `inner` that takes the times of calls.
     pub fn new(inner: &'b B) -> Self {
-        Self { inner, entries: Mutex::default() }
+        Self::with_marks(inner, &CallTimes)
     }
 
     /// What ran so far; the list starts anew.
     pub fn take(&self) -> Vec<Entry> {
-        std::mem::take(&mut self.entries.lock().unwrap_or_else(PoisonError::into_inner))
+        let entry = |Marked { name, work, start, end }: Marked<Instant>| Entry {
+            name,
+            work,
+            time: end.duration_since(start),
+        };
+        self.take_marked().into_iter().map(entry).collect()
     }
 
     /// The names of [`Ledger::take`].
     pub fn take_names(&self) -> Vec<PassName> {
         self.take().into_iter().map(|e| e.name).collect()
+    }
+}
+
+impl<'b, B: Backend, C: Marks> Ledger<'b, B, C> {
+    /// An empty ledger over `inner` that takes times by `marks`, which are marks in the order of the work of `inner`.
+    pub fn with_marks(inner: &'b B, marks: &'b C) -> Self {
+        Self { inner, marks, entries: Mutex::default() }
+    }
+
+    /// What ran so far with its times, once it is done; the list starts anew.
+    pub fn take_timed(&self) -> Result<Vec<Entry>, Error> {
+        let entry = |Marked { name, work, start, end }: Marked<C::Mark>| {
+            Ok(Entry { name, work, time: self.marks.elapsed(&start, &end)? })
+        };
+        self.take_marked().into_iter().map(entry).collect()
+    }
+
+    fn take_marked(&self) -> Vec<Marked<C::Mark>> {
+        std::mem::take(&mut self.entries.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn record(
@@ -135,15 +197,15 @@ impl<'b, B: Backend> Ledger<'b, B> {
         work: Work,
         pass: impl FnOnce() -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let start = Instant::now();
+        let start = self.marks.mark()?;
         pass()?;
-        let entry = Entry { name, work, time: start.elapsed() };
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner).push(entry);
+        let marked = Marked { name, work, start, end: self.marks.mark()? };
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner).push(marked);
         Ok(())
     }
 }
 
-impl<B: Backend> Backend for Ledger<'_, B> {
+impl<B: Backend, C: Marks> Backend for Ledger<'_, B, C> {
     type Memory = B::Memory;
 
     fn capabilities(&self) -> Capabilities {

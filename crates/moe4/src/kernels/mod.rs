@@ -18,7 +18,7 @@ pub mod work;
 
 pub(crate) use error::expect_len;
 pub use error::{DeviceError, Error, Misuse, Unsupported};
-pub use ledger::{Entry, EpilogueAmax, Ledger, PassName};
+pub use ledger::{CallTimes, Entry, EpilogueAmax, Ledger, Marks, PassName};
 pub use memory::{Buffer, Element, Extent, Host, Memory, View, ViewMut};
 
 use crate::tensor::Groups;
