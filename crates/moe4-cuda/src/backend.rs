@@ -1,6 +1,6 @@
 //! [`Cuda`]: the backend, its memory, and its kernels, compiled when they are first needed.
 
-use crate::compile::{Cache, Compiler, Watch};
+use crate::compile::{Cache, Compiler, Watch, log_progress};
 use crate::driver::{CallError, Device, DeviceBytes, Event, Graph, Kernel, Stream, Unavailable, fill, read};
 use crate::faults;
 use crate::groups::{DeviceGroups, GroupsExtent, host_arrays};
@@ -110,8 +110,16 @@ impl Cuda {
         self.take_faults()
     }
 
-    /// Compiles and loads kernels before they are needed, such as before a capture.
+    /// Compiles and loads kernels before they are needed, such as before a capture; what the cache lacks is compiled on all
+    /// cores at once.
     pub fn prepare(&self, variants: &[Variant]) -> Result<(), Error> {
+        let facts = self.device().facts();
+        let compiled = self.compiler.load_all(&self.cache, variants, facts.arch, log_progress);
+        compiled.map_err(|e| DeviceError {
+            device: facts.name.clone(),
+            call: "compiling kernels".into(),
+            reason: e.to_string(),
+        })?;
         variants.iter().try_for_each(|v| self.kernel(v).map(drop))
     }
 

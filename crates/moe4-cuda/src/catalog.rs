@@ -2,6 +2,7 @@
 //!
 #![forbid(unsafe_code)]
 
+use crate::backend::Products;
 use crate::compile::Arch;
 use crate::launch;
 use crate::launch::{Copy, EpilogueAmax, EpilogueChoice};
@@ -54,6 +55,19 @@ pub fn catalog() -> Vec<CatalogEntry> {
             CatalogEntry { variant, no_spills }
         })
         .collect()
+}
+
+/// The products with an activation, as the operator runs them with default options: one of `activation` and `layout`.
+pub fn activation_variants(activation: &Activation, layout: GluLayout, products: Products) -> Vec<Variant> {
+    let hopper = products == Products::Fastest;
+    let none = EpilogueChoice::new(activation, layout, EpilogueAmax::None);
+    let exact = EpilogueChoice::new(activation, layout, EpilogueAmax::Exact(SignMask::DEFAULT));
+    let mut variants = Vec::new();
+    for choice in [none, exact] {
+        variants.push(launch::grouped_gemm_act_variant(choice, hopper));
+        variants.extend([false, true].map(|h| launch::grouped_gemm_dact_variant(choice, h, hopper)));
+    }
+    variants
 }
 
 /// What runs over whole tensors in every step. Left out: random numbers, whose round keys and words take the last registers;

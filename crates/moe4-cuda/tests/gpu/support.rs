@@ -2,9 +2,11 @@
 
 use half::bf16;
 use moe4::kernels::Error;
+use moe4::kernels::activation::{Activation, GluLayout};
 use moe4_conformance::compare::bf16_bits;
 use moe4_conformance::data::Random;
 use moe4_conformance::{Failure, Outcome};
+use moe4_cuda::catalog::activation_variants;
 use moe4_cuda::driver::CallError;
 use moe4_cuda::{Cuda, CudaOptions, Products};
 use std::sync::OnceLock;
@@ -12,7 +14,21 @@ use std::sync::OnceLock;
 /// One backend for most tests: kernels are loaded once, and the context stays while others come and go.
 pub(crate) fn cuda() -> &'static Cuda {
     static CUDA: OnceLock<Cuda> = OnceLock::new();
-    CUDA.get_or_init(another)
+    CUDA.get_or_init(|| prepared(another(), Products::Fastest))
+}
+
+/// With the kernels that take longest to compile, all at once.
+fn prepared(cuda: Cuda, products: Products) -> Cuda {
+    let arch = cuda.device().facts().arch;
+    let products = if arch.has_wgmma() { products } else { Products::Portable };
+    let mut variants = Vec::new();
+    for activation in Activation::all() {
+        for layout in if activation.is_gated() { &GluLayout::ALL[..] } else { &GluLayout::ALL[..1] } {
+            variants.extend(activation_variants(&activation, *layout, products));
+        }
+    }
+    cuda.prepare(&variants).unwrap_or_else(|e| panic!("{e}"));
+    cuda
 }
 
 /// One whose products are those for any GPU.
@@ -20,7 +36,7 @@ pub(crate) fn portable() -> &'static Cuda {
     static PORTABLE: OnceLock<Cuda> = OnceLock::new();
     PORTABLE.get_or_init(|| {
         let options = CudaOptions { products: Products::Portable, ..CudaOptions::default() };
-        Cuda::open(&options).unwrap_or_else(|e| panic!("{e}"))
+        prepared(Cuda::open(&options).unwrap_or_else(|e| panic!("{e}")), Products::Portable)
     })
 }
 
