@@ -85,7 +85,15 @@ def facts(device):
     found = {"python": platform.python_version(), "torch": torch.__version__, "threads": torch.get_num_threads()}
     if device == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+        found |= {"matmul_tflop_s": round(matmul_rate())}
     return found
+
+
+def matmul_rate():
+    """TFLOP/s of a large square product in BF16: beside it stands what moe4's own products reach."""
+    n = 8192
+    a, b = (normal(n, n, device="cuda") for _ in range(2))
+    return 2 * n**3 / median_ms(lambda: a @ b, 9, "cuda") / 1e9
 
 
 class Layout:

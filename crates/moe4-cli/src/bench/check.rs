@@ -205,6 +205,25 @@ mod tests {
         Ok(())
     }
 
+    /// The form that a GPU's products read, which the CPU does not ask for.
+    #[test]
+    fn products_give_the_same_for_unpacked_operands() -> Result<()> {
+        let (cpu, shape) = (Cpu::new(), shape());
+        for case in select(&["grouped_".into()])? {
+            let [packed, unpacked] = [false, true].map(|form| outputs(&cpu, case, &shape, form));
+            for (packed, unpacked) in packed?.iter().zip(&unpacked?) {
+                unpacked.expect_same(packed).with_context(|| case.to_string())?;
+            }
+        }
+        for case in select(&["h_".into()])? {
+            let (ours, theirs) =
+                (outputs(&cpu, case, &shape, true)?, outputs(&Reference, case, &shape, true)?);
+            assert!(ours.len() == theirs.len() && ours.len() > 6, "{case}");
+            ours.iter().zip(&theirs).try_for_each(|(ours, theirs)| ours.expect_same(theirs))?;
+        }
+        Ok(())
+    }
+
     #[test]
     fn what_stays_unwritten_shows_in_a_second_run() -> Result<()> {
         let (cpu, shape) = (Cpu::new(), shape());

@@ -60,8 +60,8 @@ impl Timing {
 pub(super) struct Ceilings {
     /// Bytes read plus bytes written a second by a large copy, in 1e9.
     pub(super) copy_gb_s: f64,
-    /// BF16 matrix products with FP32 sums, in 1e12 multiplications and additions a second; `None` where it was not
-    /// measured, and then products have no floor.
+    /// A large BF16 matrix product of the backend, in 1e12 multiplications and additions a second; `None` where it was
+    /// not measured, and then products have no floor.
     pub(super) matrix_tflop_s: Option<f64>,
 }
 

@@ -79,8 +79,8 @@ impl Clock for Cuda {
     }
 }
 
-/// TFLOP/s of a large square product of BF16 operands: the best that this backend's own products do, so that other
-/// products are compared with what their form costs. An error where it has none, or no room.
+/// TFLOP/s of a large square product of BF16 operands, an error where the backend has none or no room. It is what this
+/// backend's own products reach at best; PyTorch's stand among the facts of the peers.
 fn matrix_rate(cuda: &Cuda) -> Result<f64> {
     let n = MATRIX;
     let groups = Backend::groups(cuda, &Groups::new(&[n], n)?)?;

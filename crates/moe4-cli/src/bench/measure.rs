@@ -72,8 +72,9 @@ pub(super) fn all<B: Clock>(
         out.rows.append(&mut rows);
     }
     bar.finish_and_clear();
-    let matrix =
-        ceilings.matrix_tflop_s.map_or_else(String::new, |rate| format!(", matrices {rate:.0} TFLOP/s"));
+    let matrix = ceilings
+        .matrix_tflop_s
+        .map_or_else(String::new, |rate| format!(", a large product {rate:.0} TFLOP/s"));
     let Capabilities { backend, path, .. } = backend.capabilities();
     let copy = ceilings.copy_gb_s;
     out.notes.push(format!("{backend}: {path}; a large copy moves {copy:.1} GB/s, read and written{matrix}"));

@@ -41,7 +41,8 @@ fn passes(row: &Row) -> String {
 /// What each way to `h`'s copies takes, beside the one with a pass of its own for the amaxes.
 fn h_table(rows: &[(&Row, usize)]) -> String {
     let of_phase = |row: &Row, phase: &str| -> f64 {
-        row.passes.iter().filter(|pass| pass.phase == phase).map(|pass| pass.ms).sum()
+        // From 0: an empty sum is -0, and shows it.
+        row.passes.iter().filter(|pass| pass.phase == phase).fold(0.0, |sum, pass| sum + pass.ms)
     };
     let sum = |row: &Row| of_phase(row, "forward") + of_phase(row, "backward");
     let separate = |shape: &str| {
@@ -60,11 +61,11 @@ fn h_table(rows: &[(&Row, usize)]) -> String {
             digits(sum(row)),
             share,
             row.passes.len().to_string(),
-            digits(saved as f64 / f64::from(1 << 20)),
+            saved.to_string(),
         ]
     };
     let heads =
-        ["passes", "shape", "forward ms", "backward ms", "sum", "of separate", "launches", "saved MiB"];
+        ["passes", "shape", "forward ms", "backward ms", "sum", "of separate", "launches", "saved bytes"];
     output::table(&heads, 2, rows.iter().map(line).collect())
 }
 

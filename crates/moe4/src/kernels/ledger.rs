@@ -269,3 +269,43 @@ impl<B: Backend, C: Marks> Backend for Ledger<'_, B, C> {
         self.record(PassName::Unpermute, pass.work(), || self.inner.unpermute(pass))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::reference::Reference;
+    use super::*;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    /// A clock that goes on by a second a mark.
+    #[derive(Debug, Default)]
+    struct Ticks(AtomicU64);
+
+    impl Marks for Ticks {
+        type Mark = u64;
+
+        fn mark(&self) -> Result<u64, Error> {
+            Ok(self.0.fetch_add(1, Ordering::Relaxed))
+        }
+        fn elapsed(&self, start: &u64, end: &u64) -> Result<Duration, Error> {
+            Ok(Duration::from_secs(end - start))
+        }
+    }
+
+    #[test]
+    fn times_are_those_between_the_marks_of_a_pass() {
+        let ticks = Ticks::default();
+        let ledger = Ledger::with_marks(&Reference, &ticks);
+        let groups = Groups::new(&[1], 1).unwrap();
+        let mut amax = [0.0];
+        for cols in [16, 16, 15] {
+            // The last one does not fit and leaves no entry.
+            let x = &vec![half::bf16::ONE; 16][..];
+            let outcome = ledger.group_amax(GroupAmax { x, cols, groups: &groups, amax: &mut amax });
+            assert_eq!(outcome.is_ok(), cols == 16);
+        }
+        let entries = ledger.take_timed().unwrap();
+        assert_eq!(entries.len(), 2);
+        assert!(entries.iter().all(|e| e.name == PassName::GroupAmax && e.time == Duration::from_secs(1)));
+        assert!(ledger.take_timed().unwrap().is_empty(), "the list starts anew");
+    }
+}
