@@ -33,14 +33,13 @@ DEVICE ExpertScales load_scales(const Scales& scales, u32 expert) {
 
 DEVICE float product_alpha(const Scales& scales, u32 expert) { return load_scales(scales, expert).alpha(); }
 
-// Group `group` of 32 columns, rounded: the first lies at column `col` of an output with columns up to `end`. `bias`
-// begins at the output's column 0, or there is none.
-template <u32 N8>
-DEVICE void round_group(Words& w, const float (&acc)[N8][4], u32 group, u32 col, u32 end, float alpha,
-                        const float* bias, const RowValues& weight) {
+// 32 columns, rounded: the first lies at column `col` of an output with columns up to `end`. `bias` begins at the output's
+// column 0, or there is none.
+DEVICE void round_group(Words& w, const float (&acc)[4][4], u32 col, u32 end, float alpha, const float* bias,
+                        const RowValues& weight) {
 #pragma unroll
     for (u32 k = 0; k < 4; k++) {
-        const float (&v)[4] = acc[4 * group + k];
+        const float (&v)[4] = acc[k];
         if (bias) {
             const float2 b = load_columns(bias, col + 8 * k + 2 * lane_of_quad(), end);
 #pragma unroll
@@ -73,12 +72,14 @@ DEVICE void epilogue_plain(const float (&acc)[N8][4], const FragmentRows& rows, 
                            const RowValues& weight, const PlainOut& out, Slabs slabs) {
     static_assert(N8 % 4 == 0, "whole groups of 32 columns");
     const float* const bias = out.bias ? out.bias + (u64)expert * out.cols : nullptr;
-#pragma unroll
+#pragma unroll 1
     for (u32 group = 0; group < N8 / 4; group++) {
         const u32 first = col + GROUP_COLS * group;
         if (first >= out.cols) break;
+        float v[4][4];
+        take_group<N8>(v, acc, group);
         Words w;
-        round_group<N8>(w, acc, group, first, out.cols, alpha, bias, weight);
+        round_group(w, v, first, out.cols, alpha, bias, weight);
         // Two slabs take turns: whoever writes one has met those who read it at the barrier of the other.
         const Slab slab = slabs[group % 2];
         slab.put(w);
@@ -133,10 +134,12 @@ template <u32 N8, bool ACCUMULATED>
 DEVICE void epilogue_gradient(const float (&acc)[N8][4], const FragmentRows& rows, u32 col, u32 cols, float alpha,
                               u16* dw, Slabs slabs) {
     static_assert(N8 % 4 == 0, "whole groups of 32 columns");
-#pragma unroll
+#pragma unroll 1
     for (u32 group = 0; group < N8 / 4; group++) {
         const u32 first = col + GROUP_COLS * group;
         if (first >= cols) break;
+        float of_group[4][4];
+        take_group<N8>(of_group, acc, group);
         const Slab slab = slabs[group % 2];
         if constexpr (ACCUMULATED) {
             slab.put(load_pieces(dw, cols, rows, first, cols));
@@ -146,7 +149,7 @@ DEVICE void epilogue_gradient(const float (&acc)[N8][4], const FragmentRows& row
         for (u32 half = 0; half < 2; half++)
 #pragma unroll
             for (u32 k = 0; k < 4; k++) {
-                const float (&v)[4] = acc[4 * group + k];
+                const float (&v)[4] = of_group[k];
                 const u32 before = ACCUMULATED ? slab.pair(half, k) : 0;
                 slab.pair(half, k) = to_bf16x2(__fadd_rn(lower(before), __fmul_rn(alpha, v[2 * half])),
                                                __fadd_rn(upper(before), __fmul_rn(alpha, v[2 * half + 1])));

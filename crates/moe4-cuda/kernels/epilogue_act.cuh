@@ -57,16 +57,19 @@ DEVICE void epilogue_act(const float (&acc)[N8][4], const FragmentRows& rows, u3
     const float* const bias = out.b1 ? out.b1 + (u64)expert * fc1_columns(out.ffn) : nullptr;
     const RowValues one{{1.0f, 1.0f}};
     FragmentAmax found;
-#pragma unroll
+#pragma unroll 1
     for (u32 p = 0; p < FEATURE_GROUPS; p++) {
         const u32 here = feature + GROUP_COLS * p;
         if (here >= out.ffn) break;
         const Columns first = first_columns(here, out.ffn), second = second_columns(here, out.ffn);
+        float v[4][4];
         Words gate, up;
-        round_group<N8>(gate, acc, first_group(p), first.first, first.end, alpha, bias, one);
+        take_group<N8>(v, acc, first_group(p));
+        round_group(gate, v, first.first, first.end, alpha, bias, one);
         slabs[0].put(gate);
         if constexpr (GATED) {
-            round_group<N8>(up, acc, second_group(p, GROUPS), second.first, second.end, alpha, bias, one);
+            take_group<N8>(v, acc, second_group(p, GROUPS));
+            round_group(up, v, second.first, second.end, alpha, bias, one);
             slabs[1].put(up);
         }
         put_activated(slabs[2], found, gate, up, prob, rows, out.ffn - here, out.activation);

@@ -42,15 +42,14 @@ DEVICE PairOfFeatures differentiate(float first, float second, u32 gate, u32 up,
     return out;
 }
 
-// For diagnosis.
-template <u32 N8>
-DEVICE void store_dh(const float (&acc)[N8][4], u32 group, const FragmentRows& rows, u32 feature, float alpha,
+// For diagnosis: 32 features from `feature` on.
+DEVICE void store_dh(const float (&acc)[4][4], const FragmentRows& rows, u32 feature, float alpha,
                      const DactOut& out) {
 #pragma unroll
     for (u32 k = 0; k < 4; k++)
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
-            const float (&v)[4] = acc[4 * group + k];
+            const float (&v)[4] = acc[k];
             if (rows.has(half) && feature + 8 * k < out.ffn)
                 *reinterpret_cast<float2*>(out.dh + rows.row(half) * out.ffn + feature + 8 * k + 2 * lane_of_quad()) =
                     make_float2(__fmul_rn(alpha, v[2 * half]), __fmul_rn(alpha, v[2 * half + 1]));
@@ -65,10 +64,12 @@ DEVICE void epilogue_dact(const float (&acc)[N8][4], const FragmentRows& rows, u
     static_assert(N8 % 4 == 0, "whole groups of 32 features");
     FragmentAmax found;
     float sums[2] = {};
-#pragma unroll
+#pragma unroll 1
     for (u32 group = 0; group < N8 / 4; group++) {
         const u32 here = feature + GROUP_COLS * group;
         if (here >= out.ffn) break;
+        float dh[4][4];
+        take_group<N8>(dh, acc, group);
         put_features(slabs, next);
         if (group + 1 < N8 / 4) next = load_features(out.c, rows, here + GROUP_COLS, out.ffn);
         __syncwarp();
@@ -76,7 +77,7 @@ DEVICE void epilogue_dact(const float (&acc)[N8][4], const FragmentRows& rows, u
         for (u32 k = 0; k < 4; k++)
 #pragma unroll
             for (u32 half = 0; half < 2; half++) {
-                const float (&v)[4] = acc[4 * group + k];
+                const float (&v)[4] = dh[k];
                 const GateUp c = get_features(slabs, half, k);
                 const PairOfFeatures pair =
                     differentiate(v[2 * half], v[2 * half + 1], c.gate, c.up, alpha, prob.of[half], out.activation);
@@ -93,7 +94,7 @@ DEVICE void epilogue_dact(const float (&acc)[N8][4], const FragmentRows& rows, u
                 for (u32 i = 0; i < 2; i++)
                     sums[half] = __fadd_rn(sums[half], live ? __fmul_rn(pair.value[i], pair.dh[i]) : 0.0f);
             }
-        if (out.dh) store_dh<N8>(acc, group, rows, here, alpha, out);
+        if (out.dh) store_dh(dh, rows, here, alpha, out);
         __syncwarp();
         store_features(slabs, out.dc, rows, here, out.ffn);
         if constexpr (H_AGAIN) slabs[2].store(out.h, out.ffn, rows, here, out.ffn);

@@ -20,6 +20,20 @@ DEVICE u32 lane() { return threadIdx.x % 32; }
 DEVICE u32 lane_row() { return lane() / 4; }      // g
 DEVICE u32 lane_of_quad() { return lane() % 4; }  // t
 
+// Group `group` of 32 columns. Epilogues that do much with an element take a group at a time in a loop that is not unrolled:
+// written out for all columns of a tile they outgrow the instruction cache. Registers have no index, hence the steps.
+template <u32 N8, u32 HERE = 0>
+DEVICE void take_group(float (&v)[4][4], const float (&acc)[N8][4], u32 group) {
+    if (HERE + 1 == N8 / 4 || group == HERE) {
+#pragma unroll
+        for (u32 k = 0; k < 4; k++)
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) v[k][i] = acc[4 * HERE + k][i];
+    } else if constexpr (HERE + 1 < N8 / 4) {
+        take_group<N8, HERE + 1>(v, acc, group);
+    }
+}
+
 // Rows of a tensor that a fragment stands for. Those past the end of the expert are neither read nor written.
 struct FragmentRows {
     u64 first;
