@@ -16,7 +16,7 @@ constexpr u32 BAND = 4;
 
 struct RowProduct {
     u32 n, k;     // columns, and length of the contraction
-    u32 width;    // columns of a tile; features, where the tile holds gates and ups of them
+    u32 width;    // columns of the product from a tile to the next; with SPLIT_HALVES, of either half
     u32 columns;  // tiles side by side
     u32 ups;      // the first row of W1 with ups, if gates and ups are halves
 };

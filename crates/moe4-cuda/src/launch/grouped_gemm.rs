@@ -47,9 +47,9 @@ pub(crate) fn grouped_gemm(cuda: &Cuda, pass: GroupedGemm<'_, DeviceMemory>) -> 
     let a = Bf16Operand::new(cuda, name, "a", a)?;
     let w = Bf16Weights::new(cuda, name, "w", w, shape.n * shape.k)?;
     let (scales, groups_argument) = (ScalesArgument::of_weights(name, &a, &w)?, groups.argument());
-    let (width, outputs) = (hopper::TILE_N, cols as usize);
+    let columns = (cols as usize).div_ceil(hopper::TILE_N);
     let product =
-        hopper::RowProduct { a: a.address, w: w.argument, shape, side, width, outputs, scales, groups };
+        hopper::RowProduct { a: a.address, w: w.argument, shape, side, columns, ups: None, scales, groups };
     if cuda.multiplies_by_wgmma() && product.fits() {
         // SAFETY: `check` compared lengths with shapes; operands live until the product is enqueued and are freed behind it.
         return unsafe { product.launch(cuda, &hopper::gemm_variant(side), &out) };

@@ -9,6 +9,7 @@ use crate::memory::DeviceMemory;
 use crate::variant::Variant;
 use bytemuck::{Pod, Zeroable};
 use moe4::kernels::Error;
+use moe4::kernels::activation::GluLayout;
 use moe4::kernels::contract::{GroupedGemmAct, Side, WeightShape};
 
 pub(crate) fn variant(choice: EpilogueChoice, hopper: bool) -> Variant {
@@ -50,8 +51,8 @@ pub(crate) fn grouped_gemm_act(cuda: &Cuda, pass: GroupedGemmAct<'_, DeviceMemor
         w: w1.argument,
         shape,
         side: Side::Fprop,
-        width: hopper::TILE_N / gates,
-        outputs: ffn as usize,
+        columns: (ffn as usize).div_ceil(hopper::TILE_N / gates),
+        ups: (gates == 2 && layout == GluLayout::Halves).then_some(ffn as usize),
         scales,
         groups,
     };

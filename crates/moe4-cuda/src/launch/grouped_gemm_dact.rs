@@ -84,14 +84,14 @@ pub(crate) fn grouped_gemm_dact(cuda: &Cuda, pass: GroupedGemmDact<'_, DeviceMem
         activation: ActivationArgument::new(&activation),
         dc_amax,
     };
-    let (width, outputs) = (hopper::TILE_N, ffn as usize);
+    let columns = (ffn as usize).div_ceil(hopper::TILE_N);
     let product = hopper::RowProduct {
         a: dy.address,
         w: w2.argument,
         shape,
         side: Side::Dgrad,
-        width,
-        outputs,
+        columns,
+        ups: None,
         scales,
         groups,
     };
@@ -99,7 +99,7 @@ pub(crate) fn grouped_gemm_dact(cuda: &Cuda, pass: GroupedGemmDact<'_, DeviceMem
         // SAFETY: `check` compared lengths with shapes; operands and partial sums live until all is enqueued and are freed
         // behind it.
         unsafe { product.launch(cuda, &variant(choice, h != 0, true), &out) }?;
-        outputs.div_ceil(width)
+        columns
     } else {
         let kernel = cuda.kernel(&variant(choice, h != 0, false))?;
         let arguments = Arguments::of("[T, F, E]", shape_of(groups, ffn))

@@ -53,10 +53,10 @@ pub(super) struct RowProduct<'a> {
     /// Of a weight as it is stored.
     pub(super) shape: WeightShape,
     pub(super) side: Side,
-    /// Output columns, or features, that a tile of 256 accumulator columns holds.
-    pub(super) width: usize,
-    /// How many of these there are.
-    pub(super) outputs: usize,
+    /// Tiles side by side.
+    pub(super) columns: usize,
+    /// Where ups begin among the rows of W1, if a tile is to hold gates and the ups of the same features from there.
+    pub(super) ups: Option<usize>,
     pub(super) scales: ScalesArgument,
     pub(super) groups: &'a DeviceGroups,
 }
@@ -86,13 +86,12 @@ impl RowProduct<'_> {
         let a = cuda.on(TensorMap::matrix(self.a, [extent.rows, k], TILE_M as u32))?;
         let stored = [extent.experts, self.shape.n, self.shape.k];
         let w = cuda.on(TensorMap::of_experts(self.w.base, stored, self.w.stride, box_rows as u32))?;
-        let columns = self.outputs.div_ceil(self.width) as u32;
         let product = RowProductArgument {
             n: n as u32,
             k: k as u32,
-            width: self.width as u32,
-            columns,
-            ups: self.outputs as u32,
+            width: (if self.ups.is_some() { TILE_N / 2 } else { TILE_N }) as u32,
+            columns: self.columns as u32,
+            ups: self.ups.unwrap_or(0) as u32,
         };
         let groups = self.groups.argument();
         let kernel = cuda.kernel(variant)?;
@@ -103,7 +102,7 @@ impl RowProduct<'_> {
             .with(&product)
             .with(&self.scales)
             .with(out);
-        let tiles = extent.most_tiles() * columns as usize;
+        let tiles = extent.most_tiles() * self.columns;
         // SAFETY: as required; copies outside of a tensor give zeros.
         cuda.on(unsafe { kernel.launch(cuda.stream(), grid(cuda, tiles), arguments) })
     }
