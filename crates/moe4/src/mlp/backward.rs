@@ -3,7 +3,7 @@
 use super::config::{GradientRounding, Precision};
 use super::plan::{OperandPlan, Phase};
 use super::quantize::{Amaxes, Copies, Grouped, quantize};
-use super::saved::{Saved, SavedTensor};
+use super::saved::{Saved, SavedTensorView, SavedView};
 use super::trace::Trace;
 use super::{GroupedMlp, WeightGrad};
 use crate::kernels::contract::{GroupedBiasGrad, GroupedGemm, GroupedGemmDact, GroupedWgrad, Operand, Side};
@@ -78,9 +78,19 @@ impl GroupedMlp {
         saved: &Saved<B::Memory>,
         args: BackwardArgs<'_, B::Memory>,
     ) -> Result<Gradients<B::Memory>, Error> {
+        self.backward_view(backend, &saved.view(), args)
+    }
+
+    /// [`GroupedMlp::backward`] over saved tensors that the caller owns.
+    pub fn backward_view<B: Backend>(
+        &self,
+        backend: &B,
+        saved: &SavedView<'_, B::Memory>,
+        args: BackwardArgs<'_, B::Memory>,
+    ) -> Result<Gradients<B::Memory>, Error> {
         let BackwardArgs { dy, random, dw, mut trace } = args;
         let dy = B::Memory::shorten(dy);
-        let (config, plan, groups) = (&self.config, &saved.plan, &saved.groups);
+        let (config, plan, groups) = (&self.config, &*saved.plan, saved.groups);
         let (t, experts) = (groups.rows(), config.experts);
         let (hidden, ffn, n1) = (config.hidden, config.ffn, config.fc1_rows());
         self.check_backward(backend, saved, &dy, &dw)?;
@@ -91,7 +101,7 @@ impl GroupedMlp {
                 "pass other needs to forward",
             ));
         };
-        let (c, prob) = (B::Memory::view(c), B::Memory::view(prob));
+        let (c, prob) = (B::Memory::shorten(*c), B::Memory::shorten(*prob));
         let grouped_dy = Grouped { name: "dy", data: dy, cols: hidden, groups };
         let dy_rounding = random.rounding(config.gradient_rounding, 0);
         let dy_copies = quantize_gradient(backend, &plan.dy, &grouped_dy, None, dy_rounding, &mut trace)?;
@@ -130,12 +140,12 @@ impl GroupedMlp {
         drop(dh);
 
         let mut db2 = None;
-        if let Some(b2) = &saved.weights.w2.bias {
+        if let Some(b2) = saved.weights.w2.bias() {
             db2 = plan.needs.weights.then(|| backend.empty::<f32>(experts * hidden)).transpose()?;
             backend.grouped_bias_grad(GroupedBiasGrad {
                 dy: B::Memory::shorten(dy),
                 hidden,
-                b2: B::Memory::view(b2),
+                b2,
                 prob: B::Memory::shorten(prob),
                 groups,
                 dprob: B::Memory::view_mut(&mut dprob),
@@ -177,18 +187,18 @@ impl GroupedMlp {
     fn weight_gradients<B: Backend>(
         &self,
         backend: &B,
-        saved: &Saved<B::Memory>,
+        saved: &SavedView<'_, B::Memory>,
         operands: GradientOperands<'_, B::Memory>,
         rebuilt_h: Option<Buffer<B::Memory, bf16>>,
         mut dw: WeightGrads<'_, B::Memory>,
         mut trace: Option<&mut Trace>,
     ) -> Result<(), Error> {
-        let groups = &saved.groups;
+        let groups = saved.groups;
         let [w1_shape, w2_shape] = self.weight_shapes();
         let packed_h = match (&saved.h, &rebuilt_h) {
-            (SavedTensor::Amax(amax), Some(h)) => {
+            (SavedTensorView::Amax(amax), Some(h)) => {
                 let h = Grouped { name: "h", data: B::Memory::view(h), cols: self.config.ffn, groups };
-                let amaxes = Amaxes { rowwise: backend.duplicate(B::Memory::view(amax))?, rht: None };
+                let amaxes = Amaxes { rowwise: backend.duplicate(B::Memory::shorten(*amax))?, rht: None };
                 let nearest = [Rounding::Nearest; 2];
                 quantize(backend, &saved.plan.h, Phase::Backward, &h, &amaxes, nearest, &mut trace)?
                     .columnwise
@@ -196,13 +206,15 @@ impl GroupedMlp {
             _ => None,
         };
         let h = match (&saved.h, &packed_h, &rebuilt_h) {
-            (SavedTensor::Columnwise(q), ..) | (_, Some(q), _) => Operand::Nvfp4(q.view()),
-            (SavedTensor::Bf16(h), ..) | (_, _, Some(h)) => Operand::Bf16(B::Memory::view(h)),
+            (SavedTensorView::Columnwise(q), ..) => Operand::<B::Memory>::Nvfp4(*q).shorten(),
+            (_, Some(q), _) => Operand::Nvfp4(q.view()),
+            (SavedTensorView::Bf16(h), ..) => Operand::Bf16(B::Memory::shorten(*h)),
+            (_, _, Some(h)) => Operand::Bf16(B::Memory::view(h)),
             _ => return Err(not_saved("h")),
         };
         let x = match &saved.x {
-            SavedTensor::Columnwise(q) => Operand::Nvfp4(q.view()),
-            SavedTensor::Bf16(x) => Operand::Bf16(B::Memory::view(x)),
+            SavedTensorView::Columnwise(q) => Operand::<B::Memory>::Nvfp4(*q).shorten(),
+            SavedTensorView::Bf16(x) => Operand::Bf16(B::Memory::shorten(*x)),
             _ => return Err(not_saved("x")),
         };
         let GradientOperands { dy, dc } = operands;
@@ -215,7 +227,7 @@ impl GroupedMlp {
     fn check_backward<B: Backend>(
         &self,
         backend: &B,
-        saved: &Saved<B::Memory>,
+        saved: &SavedView<'_, B::Memory>,
         dy: &View<'_, B::Memory, bf16>,
         dw: &Option<WeightGrads<'_, B::Memory>>,
     ) -> Result<(), Error> {
