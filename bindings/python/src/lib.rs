@@ -11,8 +11,9 @@
 //! | `dlpack` | the capsule in which a tensor is handed over |
 //! | `run` | threads, and Ctrl-C while they work |
 //! | `options` | the operator's configuration as text |
-//! | `quantizers`, `operator`, `doctor` | the functions |
+//! | `quantizers`, `operator`, `checkpoint`, `doctor` | the functions |
 
+mod checkpoint;
 mod dlpack;
 mod doctor;
 mod error;
@@ -43,5 +44,8 @@ fn _moe4(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(operator::saved_forms, module)?)?;
     module.add_function(wrap_pyfunction!(operator::forward, module)?)?;
     module.add_function(wrap_pyfunction!(operator::backward, module)?)?;
+    module.add_function(wrap_pyfunction!(checkpoint::find_experts, module)?)?;
+    module.add_function(wrap_pyfunction!(checkpoint::read_experts, module)?)?;
+    module.add_function(wrap_pyfunction!(checkpoint::write_experts, module)?)?;
     Ok(())
 }

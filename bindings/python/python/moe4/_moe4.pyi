@@ -67,3 +67,14 @@ def backward(
     input: bool,
     weights: bool,
 ) -> list[Optional[Tensor]]: ...
+def find_experts(path: str) -> list[tuple[str, int, int, int, bool, bool, str]]: ...
+def read_experts(
+    path: str, prefix: str, experts: Optional[int], glu_layout: str
+) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]: ...
+def write_experts(
+    path: str,
+    layers: Sequence[tuple[str, Tensor, Tensor, str]],
+    format: str,
+    mixtral: bool,
+    square: bool,
+) -> None: ...
