@@ -10,8 +10,8 @@ use half::bf16;
 use moe4::kernels::{Backend, Buffer};
 use moe4::mlp::{
     BackwardArgs, Biases, ForwardTensors, ForwardViewArgs, GradBuffers, GradMode, Gradients, GroupedMlp,
-    Packed, PackedView, Precision, RandomSeed, SavedAs, SavedParts, SavedTensor, SavedTensorView, WeightGrad,
-    WeightGrads, WeightSource, WeightsView,
+    Needs, Packed, PackedView, Precision, RandomSeed, SavedAs, SavedParts, SavedTensor, SavedTensorView,
+    WeightGrad, WeightGrads, WeightSource, WeightsView,
 };
 use moe4::numerics::BLOCK;
 use moe4::tensor::{Groups, Nvfp4, OperandShape};
@@ -22,11 +22,10 @@ use crate::error::raise;
 use crate::exchange::Exchange;
 use crate::options::{needs, parse};
 use crate::quantizers::weight_views;
-use crate::run::on_cpu;
+use crate::run::{Checked, OnCpu, Place};
 use crate::tensor::{Tensor, expect_disjoint, groups};
 use crate::torch::Dtype;
 
-type Host = moe4::kernels::Host;
 type Object<'py> = Bound<'py, PyAny>;
 
 /// Raises if the options are not valid.
@@ -142,31 +141,45 @@ pub(crate) fn forward<'py>(
     weights: bool,
 ) -> PyResult<Vec<Option<Object<'py>>>> {
     let mlp = parse(options)?;
-    let (x, prob, params) =
-        (Tensor::new("x", x)?, Tensor::new("prob", prob)?, Weights::new(&w1, &w2, b1, b2)?);
-    let (config, needs) = (mlp.config(), needs(input, weights));
+    let params = Weights::new(&w1, &w2, b1, b2)?;
+    forward_at::<OnCpu>(py, &mlp, [x, prob, splits], &params, needs(input, weights))
+}
+
+fn forward_at<'py, P: Place>(
+    py: Python<'py>,
+    mlp: &GroupedMlp,
+    [x, prob, splits]: [&Object<'py>; 3],
+    params: &Weights,
+    needs: Needs,
+) -> PyResult<Vec<Option<Object<'py>>>> {
+    let (x, prob) = (Tensor::new("x", x)?, Tensor::new("prob", prob)?);
+    let config = mlp.config();
     let [t, hidden] = x.dims()?;
     x.expect(&[t, config.hidden])?;
     prob.expect(&[t])?;
     let groups = groups(Some(splits), t)?;
-    let (x, prob, view) = (x.view::<Host, bf16>()?, prob.view::<Host, f32>()?, params.view::<Host>(&mlp)?);
-    let out = on_cpu(py, |backend| {
-        let groups = backend.groups(&groups)?;
-        mlp.forward_view(
-            backend,
-            ForwardViewArgs { x, prob, groups: &groups, weights: &view, needs, trace: None },
-        )
+    let out = P::run(py, |backend| {
+        let view = params.view::<P::Memory>(mlp).checked()?;
+        let args = ForwardViewArgs {
+            x: x.view::<P::Memory, bf16>().checked()?,
+            prob: prob.view::<P::Memory, f32>().checked()?,
+            groups: &backend.groups(&groups)?,
+            weights: &view,
+            needs,
+            trace: None,
+        };
+        Ok(mlp.forward_view(backend, args)?)
     })?;
     let ForwardTensors { y, c, x, h } = out;
     let experts = config.experts;
-    let [xc, xs, xa] = parts::<Host>(py, x, hidden, t, experts)?;
+    let [xc, xs, xa] = parts::<P::Memory>(py, x, hidden, t, experts)?;
     let (h_plain, h) = match h {
-        SavedTensor::Bf16(h) => (Some(Host::hand_over(py, h, &[t, config.ffn])?), SavedTensor::Nothing),
+        SavedTensor::Bf16(h) => (Some(P::Memory::hand_over(py, h, &[t, config.ffn])?), SavedTensor::Nothing),
         other => (None, other),
     };
-    let [hc, hs, ha] = parts::<Host>(py, h, config.ffn, t, experts)?;
-    let c = c.map(|c| Host::hand_over(py, c, &[t, config.fc1_rows()])).transpose()?;
-    Ok(vec![Some(Host::hand_over(py, y, &[t, hidden])?), c, h_plain, xc, xs, xa, hc, hs, ha])
+    let [hc, hs, ha] = parts::<P::Memory>(py, h, config.ffn, t, experts)?;
+    let c = c.map(|c| P::Memory::hand_over(py, c, &[t, config.fc1_rows()])).transpose()?;
+    Ok(vec![Some(P::Memory::hand_over(py, y, &[t, hidden])?), c, h_plain, xc, xs, xa, hc, hs, ha])
 }
 
 /// Codes, scales and amax, as far as they were saved.
@@ -244,58 +257,80 @@ pub(crate) fn backward<'py>(
     weights: bool,
 ) -> PyResult<Vec<Option<Object<'py>>>> {
     let mlp = parse(options)?;
-    let config = mlp.config();
-    let (dy, prob, params) =
-        (Tensor::new("dy", dy)?, Tensor::new("prob", prob)?, Weights::new(&w1, &w2, b1, b2)?);
-    let (x, saved) = (Tensor::new("x", x)?, Tensor::list("saved", &saved)?);
-    let (mut dw1, mut dw2) = (Tensor::list("dw1", &dw1)?, Tensor::list("dw2", &dw2)?);
-    let [t, hidden] = dy.dims()?;
-    dy.expect(&[t, config.hidden])?;
+    let call = Backward {
+        dy: Tensor::new("dy", dy)?,
+        x: Tensor::new("x", x)?,
+        prob: Tensor::new("prob", prob)?,
+        params: Weights::new(&w1, &w2, b1, b2)?,
+        saved: Tensor::list("saved", &saved)?,
+        seed: read_seed(seed)?,
+        mode: if accumulate { GradMode::Accumulate } else { GradMode::Overwrite },
+        needs: needs(input, weights),
+    };
+    let dw = [Tensor::list("dw1", &dw1)?, Tensor::list("dw2", &dw2)?];
+    backward_at::<OnCpu>(py, &mlp, splits, &call, dw)
+}
+
+/// What a backward reads.
+struct Backward {
+    dy: Tensor,
+    x: Tensor,
+    prob: Tensor,
+    params: Weights,
+    saved: Vec<Tensor>,
+    seed: RandomSeed,
+    mode: GradMode,
+    needs: Needs,
+}
+
+fn backward_at<'py, P: Place>(
+    py: Python<'py>,
+    mlp: &GroupedMlp,
+    splits: &Object<'py>,
+    call: &Backward,
+    mut dw: [Vec<Tensor>; 2],
+) -> PyResult<Vec<Option<Object<'py>>>> {
+    let (config, plan) = (mlp.config(), mlp.plan(call.needs));
+    let (experts, n1) = (config.experts, config.fc1_rows());
+    let [t, hidden] = call.dy.dims()?;
+    call.dy.expect(&[t, config.hidden])?;
     let groups = groups(Some(splits), t)?;
-    let seed = read_seed(seed)?;
-    let Ok([c, h, xc, xs, xa, hc, hs, ha]) = <&[Tensor; 8]>::try_from(&saved[..]) else {
-        let message = format!("saved: expected the 8 tensors of a forward, got {}", saved.len());
+    let Ok([c, h, xc, xs, xa, hc, hs, ha]) = <&[Tensor; 8]>::try_from(&call.saved[..]) else {
+        let message = format!("saved: expected the 8 tensors of a forward, got {}", call.saved.len());
         return Err(PyValueError::new_err(message));
     };
-    let written: Vec<&Tensor> = dw1.iter().chain(&dw2).collect();
-    let read = [&dy, &prob, &x].into_iter().chain(&saved).chain(params.tensors());
+    let written: Vec<&Tensor> = dw.iter().flatten().collect();
+    let read = [&call.dy, &call.prob, &call.x].into_iter().chain(&call.saved).chain(call.params.tensors());
     expect_disjoint(&written, read)?;
 
-    let needs = needs(input, weights);
-    let plan = mlp.plan(needs);
-    let on_device = &groups;
-    let view = mlp
-        .saved_view::<Host>(
-            needs,
-            SavedParts {
-                groups: on_device,
-                weights: params.view::<Host>(&mlp)?,
-                c: c.view::<Host, bf16>()?,
-                prob: prob.view::<Host, f32>()?,
-                x: rebuild::<Host>(plan.saved_x, [&x, xc, xs, xa], &groups, config.hidden)?,
-                h: rebuild::<Host>(plan.saved_h, [h, hc, hs, ha], &groups, config.ffn)?,
-            },
-        )
-        .map_err(|e| raise(e.into()))?;
-    let mode = if accumulate { GradMode::Accumulate } else { GradMode::Overwrite };
-    let dw = match weights {
-        true => Some(WeightGrads {
-            dw1: weight_grad::<Host>(&mut dw1, config.experts, mode)?,
-            dw2: weight_grad::<Host>(&mut dw2, config.experts, mode)?,
-        }),
-        false => None,
-    };
-    let dy = dy.view::<Host, bf16>()?;
-    let Gradients { dx, dprob, db1, db2 } = on_cpu(py, |backend| {
-        mlp.backward_view(backend, &view, BackwardArgs { dy, random: seed, dw, trace: None })
+    let Gradients { dx, dprob, db1, db2 } = P::run(py, |backend| {
+        let on_device = backend.groups(&groups)?;
+        let parts = SavedParts {
+            groups: &on_device,
+            weights: call.params.view::<P::Memory>(mlp).checked()?,
+            c: c.view::<P::Memory, bf16>().checked()?,
+            prob: call.prob.view::<P::Memory, f32>().checked()?,
+            x: rebuild::<P::Memory>(plan.saved_x, [&call.x, xc, xs, xa], &groups, hidden).checked()?,
+            h: rebuild::<P::Memory>(plan.saved_h, [h, hc, hs, ha], &groups, config.ffn).checked()?,
+        };
+        let saved = mlp.saved_view::<P::Memory>(call.needs, parts)?;
+        let [dw1, dw2] = &mut dw;
+        let dw = match call.needs.weights {
+            true => Some(WeightGrads {
+                dw1: weight_grad::<P::Memory>(dw1, experts, call.mode).checked()?,
+                dw2: weight_grad::<P::Memory>(dw2, experts, call.mode).checked()?,
+            }),
+            false => None,
+        };
+        let dy = call.dy.view::<P::Memory, bf16>().checked()?;
+        Ok(mlp.backward_view(backend, &saved, BackwardArgs { dy, random: call.seed, dw, trace: None })?)
     })?;
-    let (experts, n1) = (config.experts, config.fc1_rows());
-    let give = |buffer: Option<Buffer<Host, f32>>, shape: [usize; 2]| {
-        buffer.map(|b| Host::hand_over(py, b, &shape)).transpose()
+    let give = |buffer: Option<Buffer<P::Memory, f32>>, shape: [usize; 2]| {
+        buffer.map(|b| P::Memory::hand_over(py, b, &shape)).transpose()
     };
     Ok(vec![
-        dx.map(|dx| Host::hand_over(py, dx, &[t, hidden])).transpose()?,
-        Some(Host::hand_over(py, dprob, &[t])?),
+        dx.map(|dx| P::Memory::hand_over(py, dx, &[t, hidden])).transpose()?,
+        Some(P::Memory::hand_over(py, dprob, &[t])?),
         give(db1, [experts, n1])?,
         give(db2, [experts, hidden])?,
     ])

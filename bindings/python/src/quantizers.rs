@@ -15,10 +15,9 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::exchange::Exchange;
-use crate::run::on_cpu;
+use crate::run::{OnCpu, Place};
 use crate::tensor::{Tensor, groups};
 
-type Host = moe4::kernels::Host;
 type Packed<M> = Nvfp4<Buffer<M, u8>, Buffer<M, f32>>;
 type Object<'py> = Bound<'py, PyAny>;
 /// Codes, block scales, amax.
@@ -32,14 +31,23 @@ pub(crate) fn hadamard_amax<'py>(
     splits: Option<&Object<'py>>,
     sign_mask: u16,
 ) -> PyResult<(Object<'py>, Object<'py>)> {
+    hadamard_amax_at::<OnCpu>(py, x, splits, sign_mask)
+}
+
+fn hadamard_amax_at<'py, P: Place>(
+    py: Python<'py>,
+    x: &Object<'py>,
+    splits: Option<&Object<'py>>,
+    sign_mask: u16,
+) -> PyResult<(Object<'py>, Object<'py>)> {
     let x = Tensor::new("x", x)?;
     let [rows, cols] = x.dims()?;
     let groups = groups(splits, rows)?;
-    let (experts, view) = (groups.experts(), x.view::<Host, bf16>()?);
-    let (amax, rht) = on_cpu(py, move |backend| {
-        amaxes(backend, view, cols, &backend.groups(&groups)?, SignMask(sign_mask))
+    let (experts, view) = (groups.experts(), x.view::<P::Memory, bf16>()?);
+    let (amax, rht) = P::run(py, move |backend| {
+        Ok(amaxes(backend, view, cols, &backend.groups(&groups)?, SignMask(sign_mask))?)
     })?;
-    Ok((Host::hand_over(py, amax, &[experts])?, Host::hand_over(py, rht, &[experts])?))
+    Ok((P::Memory::hand_over(py, amax, &[experts])?, P::Memory::hand_over(py, rht, &[experts])?))
 }
 
 type Amaxes<M> = (Buffer<M, f32>, Buffer<M, f32>);
@@ -89,13 +97,10 @@ pub(crate) fn group_quantize<'py>(
     swizzled: bool,
     amax: Option<&Object<'py>>,
     amax_rht: Option<&Object<'py>>,
-) -> PyResult<(Option<Copy3<'py>>, Option<Copy3<'py>>)> {
+) -> PyResult<Pair<'py>> {
     if !rowwise && !columnwise {
         return Err(PyValueError::new_err("expected rowwise, columnwise or both, got neither"));
     }
-    let x = Tensor::new("x", x)?;
-    let [rows, cols] = x.dims()?;
-    let groups = groups(splits, rows)?;
     let rounding = [0, 1].map(|direction| match seed {
         None => Rounding::Nearest,
         Some(seed) => {
@@ -105,22 +110,39 @@ pub(crate) fn group_quantize<'py>(
     });
     let layout = layout(swizzled);
     let wanted = Wanted { rowwise, columnwise, rht: rht.map(SignMask), rounding, layout };
+    group_quantize_at::<OnCpu>(py, x, splits, wanted, [amax, amax_rht])
+}
+
+type Pair<'py> = (Option<Copy3<'py>>, Option<Copy3<'py>>);
+
+fn group_quantize_at<'py, P: Place>(
+    py: Python<'py>,
+    x: &Object<'py>,
+    splits: Option<&Object<'py>>,
+    wanted: Wanted,
+    [amax, amax_rht]: [Option<&Object<'py>>; 2],
+) -> PyResult<Pair<'py>> {
+    let x = Tensor::new("x", x)?;
+    let [rows, cols] = x.dims()?;
+    let groups = groups(splits, rows)?;
     let given = |name, object: Option<&Object<'py>>| {
         let tensor = object.map(|object| Tensor::new(name, object)).transpose()?;
         tensor.iter().try_for_each(|t| t.expect(&[groups.experts()]))?;
         Ok::<_, PyErr>(tensor)
     };
     let (amax, amax_rht) = (given("amax", amax)?, given("amax_rht", amax_rht)?);
-    let view = x.view::<Host, bf16>()?;
+    let view = x.view::<P::Memory, bf16>()?;
     let known = [
-        amax.as_ref().map(Tensor::view::<Host, f32>).transpose()?,
-        amax_rht.as_ref().map(Tensor::view::<Host, f32>).transpose()?,
+        amax.as_ref().map(Tensor::view::<P::Memory, f32>).transpose()?,
+        amax_rht.as_ref().map(Tensor::view::<P::Memory, f32>).transpose()?,
     ];
     let held = groups.clone();
-    let [row, column] =
-        on_cpu(py, move |backend| copies(backend, view, cols, &backend.groups(&groups)?, known, wanted))?;
-    let give = |copy: Option<Packed<Host>>, direction: Direction| {
-        copy.map(|copy| hand_over::<Host>(py, copy, &direction.shape(&held, cols), layout)).transpose()
+    let [row, column] = P::run(py, move |backend| {
+        Ok(copies(backend, view, cols, &backend.groups(&groups)?, known, wanted)?)
+    })?;
+    let give = |copy: Option<Packed<P::Memory>>, direction: Direction| {
+        copy.map(|copy| hand_over::<P::Memory>(py, copy, &direction.shape(&held, cols), wanted.layout))
+            .transpose()
     };
     Ok((give(row, Direction::Rowwise)?, give(column, Direction::Columnwise)?))
 }
@@ -195,15 +217,19 @@ fn cast<M: Memory>(q: &mut Packed<M>, rounding: Rounding, layout: ScaleLayout) -
 /// `[E, n, k]`, or one `[n, k]` for each expert.
 #[pyfunction]
 pub(crate) fn quantize_weights<'py>(py: Python<'py>, weights: Vec<Object<'py>>) -> PyResult<Copy3<'py>> {
-    let weights = Tensor::list("weights", &weights)?;
+    quantize_weights_at::<OnCpu>(py, &weights)
+}
+
+fn quantize_weights_at<'py, P: Place>(py: Python<'py>, weights: &[Object<'py>]) -> PyResult<Copy3<'py>> {
+    let weights = Tensor::list("weights", weights)?;
     let (experts, shape) = weight_shape(&weights)?;
-    let views = weight_views::<Host>(&weights, experts)?;
-    let packed = on_cpu(py, move |backend| tiles(backend, views, shape))?;
+    let views = weight_views::<P::Memory>(&weights, experts)?;
+    let packed = P::run(py, move |backend| Ok(tiles(backend, views, shape)?))?;
     let WeightShape { n, k } = shape;
     Ok((
-        Host::hand_over(py, packed.codes, &[experts, n, k / 2])?,
-        Host::hand_over(py, packed.scales, &[experts, n, k / BLOCK])?,
-        Host::hand_over(py, packed.amax, &[experts])?,
+        P::Memory::hand_over(py, packed.codes, &[experts, n, k / 2])?,
+        P::Memory::hand_over(py, packed.scales, &[experts, n, k / BLOCK])?,
+        P::Memory::hand_over(py, packed.amax, &[experts])?,
     ))
 }
 
@@ -273,20 +299,31 @@ pub(crate) fn dequantize<'py>(
     columnwise: bool,
     swizzled: bool,
 ) -> PyResult<Object<'py>> {
+    let direction = if columnwise { Direction::Columnwise } else { Direction::Rowwise };
+    dequantize_at::<OnCpu>(py, [codes, scales, amax], splits, [rows, cols], direction, layout(swizzled))
+}
+
+fn dequantize_at<'py, P: Place>(
+    py: Python<'py>,
+    [codes, scales, amax]: [&Object<'py>; 3],
+    splits: Option<&Object<'py>>,
+    [rows, cols]: [usize; 2],
+    direction: Direction,
+    layout: ScaleLayout,
+) -> PyResult<Object<'py>> {
     let [codes, scales, amax] =
         [("codes", codes), ("scales", scales), ("amax", amax)].map(|(name, t)| Tensor::new(name, t));
     let (codes, scales, amax, groups) = (codes?, scales?, amax?, groups(splits, rows)?);
-    let direction = if columnwise { Direction::Columnwise } else { Direction::Rowwise };
     let shape = direction.shape(&groups, cols);
     let views = Nvfp4 {
-        codes: codes.view::<Host, u8>()?,
-        scales: scales.view::<Host, u8>()?,
-        amax: amax.view::<Host, f32>()?,
+        codes: codes.view::<P::Memory, u8>()?,
+        scales: scales.view::<P::Memory, u8>()?,
+        amax: amax.view::<P::Memory, f32>()?,
     };
-    let out = on_cpu(py, move |backend| {
-        values(backend, views, cols, &backend.groups(&groups)?, direction, layout(swizzled))
+    let out = P::run(py, move |backend| {
+        Ok(values(backend, views, cols, &backend.groups(&groups)?, direction, layout)?)
     })?;
-    Host::hand_over(py, out, &shape)
+    P::Memory::hand_over(py, out, &shape)
 }
 
 fn values<B: Backend>(

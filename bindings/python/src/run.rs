@@ -17,20 +17,81 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use moe4::kernels::cpu::Cpu;
-use moe4::kernels::{Error, Interruptible};
+use moe4::kernels::{Backend, Error, Host, Interruptible};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::error::raise;
+use crate::exchange::Exchange;
 use crate::torch::Torch;
 
 const POLL: Duration = Duration::from_millis(50);
 
-/// Runs `work` on the CPU backend.
-pub(crate) fn on_cpu<R: Send>(
+/// A kind of device: where tensors are, and the backend that works on them there.
+///
+/// The functions of this module are written for any place; which one a call is for, its tensors say.
+pub(crate) trait Place {
+    type Memory: Exchange;
+    type Backend<'b>: Backend<Memory = Self::Memory>;
+
+    /// Runs `work` without the interpreter's lock.
+    fn run<R: Send>(
+        py: Python<'_>,
+        work: impl FnOnce(&Self::Backend<'_>) -> Result<R, Failure> + Send,
+    ) -> PyResult<R>;
+}
+
+/// What can go wrong in work: in the library, or in a check of a tensor.
+pub(crate) enum Failure {
+    Library(Error),
+    Python(PyErr),
+}
+
+impl<E: Into<Error>> From<E> for Failure {
+    fn from(error: E) -> Self {
+        Failure::Library(error.into())
+    }
+}
+
+impl Failure {
+    fn raise(self) -> PyErr {
+        match self {
+            Failure::Library(error) => raise(error),
+            Failure::Python(error) => error,
+        }
+    }
+}
+
+/// Lets a check of a tensor fail within work.
+pub(crate) trait Checked<T> {
+    fn checked(self) -> Result<T, Failure>;
+}
+
+impl<T> Checked<T> for PyResult<T> {
+    fn checked(self) -> Result<T, Failure> {
+        self.map_err(Failure::Python)
+    }
+}
+
+/// Host memory and the CPU backend.
+pub(crate) struct OnCpu;
+
+impl Place for OnCpu {
+    type Memory = Host;
+    type Backend<'b> = Interruptible<'b, Cpu>;
+
+    fn run<R: Send>(
+        py: Python<'_>,
+        work: impl FnOnce(&Interruptible<'_, Cpu>) -> Result<R, Failure> + Send,
+    ) -> PyResult<R> {
+        on_cpu(py, work)
+    }
+}
+
+fn on_cpu<R: Send>(
     py: Python<'_>,
-    work: impl FnOnce(&Interruptible<'_, Cpu>) -> Result<R, Error> + Send,
+    work: impl FnOnce(&Interruptible<'_, Cpu>) -> Result<R, Failure> + Send,
 ) -> PyResult<R> {
     let pool = pool(Torch::get(py)?.threads(py)?.max(1))?;
     let outcome = py.detach(|| {
@@ -64,7 +125,7 @@ pub(crate) fn on_cpu<R: Send>(
     });
     match outcome {
         (Some(raised), _) => Err(raised),
-        (None, Some(result)) => result.map_err(raise),
+        (None, Some(result)) => result.map_err(Failure::raise),
         (None, None) => Err(PyRuntimeError::new_err("the work ended without a result")),
     }
 }

@@ -39,7 +39,7 @@ class _Experts(nn.Module):
         out = self.experts(rows, splits, top_k_weights.reshape(-1)[order])
         slots = torch.empty_like(order)
         slots[order] = torch.arange(order.numel(), device=order.device)
-        sums = out[slots].view(tokens, top_k, -1).float().sum(1)
+        sums: Tensor = out[slots].view(tokens, top_k, -1).float().sum(1)
         return sums.to(hidden_states.dtype)
 
 
