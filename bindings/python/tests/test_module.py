@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -58,6 +59,7 @@ def test_compiled_gives_the_same(options: dict[str, Any]) -> None:
     assert same(step(m, m, x, prob), step(compiled, m, x, prob)), "another number of rows"
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++")
 def test_compiled_by_inductor() -> None:
     torch._dynamo.reset()
     m = layer(gradient_rounding="nearest")
@@ -70,6 +72,30 @@ def test_compiled_by_inductor() -> None:
     assert torch.equal(results[0][0], results[1][0])
     for a, b in zip(*results):
         assert torch.allclose(a.float(), b.float(), rtol=1e-2, atol=1e-2 * float(a.float().abs().max()))
+
+
+def test_fused_gradients_leave_the_graph() -> None:
+    torch._dynamo.reset()
+    m = layer(gradient_rounding="nearest", fuse_wgrad_accumulation=True)
+    x, prob = inputs()
+    sums = []
+    for function in (m, torch.compile(m, backend="aot_eager")):
+        for w in (m.w1, m.w2):
+            w.main_grad = torch.zeros(w.shape)
+        function(x * 2, SPLITS, prob).sum().backward()
+        sums.append([m.w1.main_grad, m.w2.main_grad])
+    assert same(*sums) and sums[0][0].abs().sum() > 0 and m.w1.grad is None
+
+
+def test_weight_versions_compile() -> None:
+    torch._dynamo.reset()
+    m = layer(gradient_rounding="nearest")
+    x, prob = inputs()
+    compiled = torch.compile(m, backend="aot_eager")
+    for version in (0, 1, 2):
+        with torch.no_grad():
+            m.w1.mul_(1.5)
+        assert torch.equal(compiled(x, SPLITS, prob, weight_version=version), m(x, SPLITS, prob))
 
 
 def test_stochastic_rounding_compiles() -> None:

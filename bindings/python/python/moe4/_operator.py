@@ -384,6 +384,15 @@ class _GroupedMLP(torch.autograd.Function):
         )
 
 
+def _run(*arguments: Any) -> Tensor:
+    y: Tensor = _GroupedMLP.apply(*arguments)  # type: ignore[no-untyped-call]
+    return y
+
+
+# Compilers do not follow gradients that go to buffers on the side: here they leave off, and go on behind.
+_run_fused: Callable[..., Tensor] = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]
+
+
 def grouped_mlp(
     x: Tensor,
     splits: Splits,
@@ -491,11 +500,11 @@ def apply(
         seed = torch.randint(0, 2**62, (1,), dtype=torch.int64)
     else:
         seed = torch.empty(0, dtype=torch.int64)
-    y: Tensor = _GroupedMLP.apply(
+    run = _run_fused if fused and weights else _run
+    return run(
         x, prob, b1, b2, counted, seed, text, input, weights,
         nvfp4, fused and weights, len(w1), len(w2), *w1, *w2, *quantized,
-    )  # type: ignore[no-untyped-call]  # fmt: skip
-    return y
+    )  # fmt: skip
 
 
 def quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
