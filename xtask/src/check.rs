@@ -5,13 +5,14 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 
 use crate::kernels;
 use crate::layers;
+use crate::python;
 use crate::totals::Totals;
 
 /// What a step does.
@@ -28,6 +29,8 @@ enum Action {
     Layers,
     /// The CUDA kernels, compiled for every architecture.
     Kernels,
+    /// The Python package.
+    Python,
 }
 
 struct Step {
@@ -70,6 +73,7 @@ const STEPS: &[Step] = &[
     },
     // Includes the README's Rust code, which the library's crate carries as a doc test.
     Step { name: "doc tests", action: Action::DocTests(&["test", "--workspace", "--doc"]) },
+    Step { name: "python package", action: Action::Python },
 ];
 
 /// Which program runs the tests.
@@ -103,6 +107,7 @@ fn run_step(root: &Path, runner: Runner, action: &Action, totals: &mut Totals) -
     match *action {
         Action::Layers => layers::run(root),
         Action::Kernels => kernels::run(root, false),
+        Action::Python => python::run(root, totals),
         Action::Cargo(arguments) => execute(cargo(root).args(arguments)),
         Action::CargoWith(arguments, (name, value)) => execute(cargo(root).args(arguments).env(name, value)),
         Action::DocTests(arguments) => {
@@ -175,6 +180,17 @@ fn execute_counting(command: &mut Command, runner: Runner, totals: &mut Totals) 
         bail!("{} ended with {status}", shown(command));
     }
     Ok(())
+}
+
+/// Runs a program, passes its standard output on and reads closing lines of tests on the way.
+pub(crate) fn count_output(command: &mut Command, totals: &mut Totals) -> Result<ExitStatus> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let mut child =
+        command.stdout(Stdio::piped()).spawn().with_context(|| format!("could not start {program}"))?;
+    if let Some(stream) = child.stdout.take() {
+        forward(stream, &mut std::io::stdout(), totals)?;
+    }
+    Ok(child.wait()?)
 }
 
 fn forward(from: impl Read, to: &mut impl Write, totals: &mut Totals) -> Result<()> {

@@ -2,6 +2,7 @@
 //!
 //! - `check`: everything the continuous integration checks, in the same order.
 //! - `kernels`: only the CUDA kernels, compiled for every architecture; with `--bless` it records what they need.
+//! - `python`: only the Python package, built and tested.
 //! - `layers`: only the rules on which module and which crate may use which (fast).
 
 #![forbid(unsafe_code)]
@@ -10,7 +11,9 @@ mod check;
 mod kernels;
 mod layers;
 mod paths;
+mod python;
 mod totals;
+mod venv;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -18,9 +21,10 @@ use std::process::ExitCode;
 const USAGE: &str = "usage: cargo xtask TASK
 
 tasks:
-  check             format, layers, clippy, kernels, docs, tests, doc tests
+  check             format, layers, clippy, kernels, docs, tests, doc tests, python
   kernels           compile the CUDA kernels for every architecture, no GPU needed
   kernels --bless   and record the registers and memory that they need
+  python            build the Python package and run its tests
   layers            which module and which crate may use which";
 
 fn main() -> ExitCode {
@@ -29,6 +33,7 @@ fn main() -> ExitCode {
         ["check"] => check::run(&repository_root()),
         ["kernels"] => kernels::run(&repository_root(), false),
         ["kernels", "--bless"] => kernels::run(&repository_root(), true),
+        ["python"] => python::run(&repository_root(), &mut totals::Totals::default()),
         ["layers"] => layers::run(&repository_root()),
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}");
