@@ -11,9 +11,10 @@
 //! | `dlpack` | the capsule in which a tensor is handed over |
 //! | `run` | threads, and Ctrl-C while they work |
 //! | `options` | the operator's configuration as text |
-//! | `quantizers`, `operator`, `checkpoint`, `doctor` | the functions |
+//! | `quantizers`, `operator`, `delayed`, `checkpoint`, `doctor` | the functions |
 
 mod checkpoint;
+mod delayed;
 mod dlpack;
 mod doctor;
 mod error;
@@ -44,6 +45,8 @@ fn _moe4(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(operator::saved_forms, module)?)?;
     module.add_function(wrap_pyfunction!(operator::forward, module)?)?;
     module.add_function(wrap_pyfunction!(operator::backward, module)?)?;
+    module.add_function(wrap_pyfunction!(delayed::backward_delayed, module)?)?;
+    module.add_class::<delayed::DelayedWeightGrads>()?;
     module.add_function(wrap_pyfunction!(checkpoint::find_experts, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::read_experts, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::write_experts, module)?)?;

@@ -10,8 +10,8 @@ use half::bf16;
 use moe4::kernels::{Backend, Buffer};
 use moe4::mlp::{
     BackwardArgs, Biases, ForwardTensors, ForwardViewArgs, GradBuffers, GradMode, Gradients, GroupedMlp,
-    Needs, Packed, PackedView, Precision, RandomSeed, SavedAs, SavedParts, SavedTensor, SavedTensorView,
-    WeightGrad, WeightGrads, WeightSource, WeightsView,
+    Needs, Packed, PackedView, Plan, Precision, RandomSeed, SavedAs, SavedParts, SavedTensor,
+    SavedTensorView, WeightGrad, WeightGrads, WeightSource, WeightsView,
 };
 use moe4::numerics::BLOCK;
 use moe4::tensor::{Groups, Nvfp4, OperandShape};
@@ -209,7 +209,7 @@ fn parts<'py, M: Exchange>(
 }
 
 /// A saved tensor from its parts `[plain, codes, scales, amax]`.
-fn rebuild<'a, M: Exchange>(
+pub(crate) fn rebuild<'a, M: Exchange>(
     form: SavedAs,
     [plain, codes, scales, amax]: [&'a Tensor; 4],
     groups: &Groups,
@@ -257,30 +257,70 @@ pub(crate) fn backward<'py>(
     weights: bool,
 ) -> PyResult<Vec<Option<Object<'py>>>> {
     let mlp = parse(options)?;
-    let call = Backward {
-        dy: Tensor::new("dy", dy)?,
-        x: Tensor::new("x", x)?,
-        prob: Tensor::new("prob", prob)?,
-        params: Weights::new(&w1, &w2, b1, b2)?,
-        saved: Tensor::list("saved", &saved)?,
-        seed: read_seed(seed)?,
-        mode: if accumulate { GradMode::Accumulate } else { GradMode::Overwrite },
-        needs: needs(input, weights),
-    };
+    let call = Backward::new([dy, x, prob, seed], [&w1, &w2], [b1, b2], &saved, [input, weights])?;
     let dw = [Tensor::list("dw1", &dw1)?, Tensor::list("dw2", &dw2)?];
-    backward_at::<OnCpu>(py, &mlp, splits, &call, dw)
+    backward_at::<OnCpu>(py, &mlp, splits, &call, dw, accumulate)
 }
 
 /// What a backward reads.
-struct Backward {
-    dy: Tensor,
-    x: Tensor,
+pub(crate) struct Backward {
+    pub(crate) dy: Tensor,
+    pub(crate) x: Tensor,
     prob: Tensor,
     params: Weights,
-    saved: Vec<Tensor>,
-    seed: RandomSeed,
-    mode: GradMode,
-    needs: Needs,
+    pub(crate) saved: [Tensor; 8],
+    pub(crate) seed: RandomSeed,
+    pub(crate) needs: Needs,
+}
+
+impl Backward {
+    pub(crate) fn new(
+        [dy, x, prob, seed]: [&Object<'_>; 4],
+        [w1, w2]: [&[Object<'_>]; 2],
+        [b1, b2]: [Option<&Object<'_>>; 2],
+        saved: &[Object<'_>],
+        [input, weights]: [bool; 2],
+    ) -> PyResult<Self> {
+        let saved = <[Tensor; 8]>::try_from(Tensor::list("saved", saved)?).map_err(|saved| {
+            PyValueError::new_err(format!("saved: expected the 8 tensors of a forward, got {}", saved.len()))
+        })?;
+        Ok(Self {
+            dy: Tensor::new("dy", dy)?,
+            x: Tensor::new("x", x)?,
+            prob: Tensor::new("prob", prob)?,
+            params: Weights::new(w1, w2, b1, b2)?,
+            saved,
+            seed: read_seed(seed)?,
+            needs: needs(input, weights),
+        })
+    }
+
+    /// `T`.
+    pub(crate) fn rows(&self, mlp: &GroupedMlp) -> PyResult<usize> {
+        let [rows, _] = self.dy.dims()?;
+        self.dy.expect(&[rows, mlp.config().hidden])?;
+        Ok(rows)
+    }
+
+    /// What the forward left.
+    pub(crate) fn parts<'a, M: Exchange>(
+        &'a self,
+        mlp: &GroupedMlp,
+        plan: &Plan,
+        groups: &Groups,
+        on_device: &'a M::Groups,
+    ) -> PyResult<SavedParts<'a, M>> {
+        let [c, h, xc, xs, xa, hc, hs, ha] = &self.saved;
+        let config = mlp.config();
+        Ok(SavedParts {
+            groups: on_device,
+            weights: self.params.view::<M>(mlp)?,
+            c: c.view::<M, bf16>()?,
+            prob: self.prob.view::<M, f32>()?,
+            x: rebuild::<M>(plan.saved_x, [&self.x, xc, xs, xa], groups, config.hidden)?,
+            h: rebuild::<M>(plan.saved_h, [h, hc, hs, ha], groups, config.ffn)?,
+        })
+    }
 }
 
 fn backward_at<'py, P: Place>(
@@ -289,51 +329,56 @@ fn backward_at<'py, P: Place>(
     splits: &Object<'py>,
     call: &Backward,
     mut dw: [Vec<Tensor>; 2],
+    accumulate: bool,
 ) -> PyResult<Vec<Option<Object<'py>>>> {
-    let (config, plan) = (mlp.config(), mlp.plan(call.needs));
-    let (experts, n1) = (config.experts, config.fc1_rows());
-    let [t, hidden] = call.dy.dims()?;
-    call.dy.expect(&[t, config.hidden])?;
-    let groups = groups(Some(splits), t)?;
-    let Ok([c, h, xc, xs, xa, hc, hs, ha]) = <&[Tensor; 8]>::try_from(&call.saved[..]) else {
-        let message = format!("saved: expected the 8 tensors of a forward, got {}", call.saved.len());
-        return Err(PyValueError::new_err(message));
-    };
+    let plan = mlp.plan(call.needs);
+    let rows = call.rows(mlp)?;
+    let groups = groups(Some(splits), rows)?;
     let written: Vec<&Tensor> = dw.iter().flatten().collect();
     let read = [&call.dy, &call.prob, &call.x].into_iter().chain(&call.saved).chain(call.params.tensors());
     expect_disjoint(&written, read)?;
 
-    let Gradients { dx, dprob, db1, db2 } = P::run(py, |backend| {
+    let gradients = P::run(py, |backend| {
         let on_device = backend.groups(&groups)?;
-        let parts = SavedParts {
-            groups: &on_device,
-            weights: call.params.view::<P::Memory>(mlp).checked()?,
-            c: c.view::<P::Memory, bf16>().checked()?,
-            prob: call.prob.view::<P::Memory, f32>().checked()?,
-            x: rebuild::<P::Memory>(plan.saved_x, [&call.x, xc, xs, xa], &groups, hidden).checked()?,
-            h: rebuild::<P::Memory>(plan.saved_h, [h, hc, hs, ha], &groups, config.ffn).checked()?,
-        };
+        let parts = call.parts::<P::Memory>(mlp, &plan, &groups, &on_device).checked()?;
         let saved = mlp.saved_view::<P::Memory>(call.needs, parts)?;
-        let [dw1, dw2] = &mut dw;
         let dw = match call.needs.weights {
-            true => Some(WeightGrads {
-                dw1: weight_grad::<P::Memory>(dw1, experts, call.mode).checked()?,
-                dw2: weight_grad::<P::Memory>(dw2, experts, call.mode).checked()?,
-            }),
+            true => Some(weight_grads::<P::Memory>(&mut dw, mlp.config().experts, accumulate).checked()?),
             false => None,
         };
         let dy = call.dy.view::<P::Memory, bf16>().checked()?;
         Ok(mlp.backward_view(backend, &saved, BackwardArgs { dy, random: call.seed, dw, trace: None })?)
     })?;
-    let give = |buffer: Option<Buffer<P::Memory, f32>>, shape: [usize; 2]| {
-        buffer.map(|b| P::Memory::hand_over(py, b, &shape)).transpose()
+    give::<P::Memory>(py, mlp, rows, gradients)
+}
+
+/// `[dx, dprob, db1, db2]` as torch tensors.
+pub(crate) fn give<'py, M: Exchange>(
+    py: Python<'py>,
+    mlp: &GroupedMlp,
+    rows: usize,
+    Gradients { dx, dprob, db1, db2 }: Gradients<M>,
+) -> PyResult<Vec<Option<Object<'py>>>> {
+    let config = mlp.config();
+    let give = |buffer: Option<Buffer<M, f32>>, shape: [usize; 2]| {
+        buffer.map(|b| M::hand_over(py, b, &shape)).transpose()
     };
     Ok(vec![
-        dx.map(|dx| P::Memory::hand_over(py, dx, &[t, hidden])).transpose()?,
-        Some(P::Memory::hand_over(py, dprob, &[t])?),
-        give(db1, [experts, n1])?,
-        give(db2, [experts, hidden])?,
+        dx.map(|dx| M::hand_over(py, dx, &[rows, config.hidden])).transpose()?,
+        Some(M::hand_over(py, dprob, &[rows])?),
+        give(db1, [config.experts, config.fc1_rows()])?,
+        give(db2, [config.experts, config.hidden])?,
     ])
+}
+
+/// Where the gradients of both weights go.
+pub(crate) fn weight_grads<M: Exchange>(
+    [dw1, dw2]: &mut [Vec<Tensor>; 2],
+    experts: usize,
+    accumulate: bool,
+) -> PyResult<WeightGrads<'_, M>> {
+    let mode = if accumulate { GradMode::Accumulate } else { GradMode::Overwrite };
+    Ok(WeightGrads { dw1: weight_grad(dw1, experts, mode)?, dw2: weight_grad(dw2, experts, mode)? })
 }
 
 fn weight_grad<M: Exchange>(

@@ -38,6 +38,19 @@ def test_it_is_the_sum_over_the_chosen_experts() -> None:
     assert torch.allclose(aux, EXPERTS * (share * p.mean(0)).sum(), rtol=1e-5)
 
 
+def test_delayed_weight_gradients() -> None:
+    x, found = torch.randn(20, H).bfloat16(), []
+    for delay in (False, True):
+        torch.manual_seed(2)
+        layer = moe4.MoELayer(EXPERTS, H, F, TOP_K, delay_wgrad_compute=delay)
+        y, aux = layer(x)
+        (y.float().square().sum() + aux).backward()
+        assert (layer.experts.w1.grad is None) == delay and layer.router.grad is not None
+        layer.backward_dw()
+        found.append([p.grad for p in layer.parameters()])
+    assert all(torch.equal(a, b) and a.abs().sum() > 0 for a, b in zip(*found))
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_gradients_follow_the_reference(normalize: bool) -> None:
     layer = moe4.MoELayer(EXPERTS, H, F, TOP_K, normalize=normalize, precision="bf16", dtype=torch.float32)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
 import torch.utils.checkpoint
 from torch import Tensor
 
@@ -85,6 +86,107 @@ def test_fused_gradients_leave_the_graph() -> None:
         function(x * 2, SPLITS, prob).sum().backward()
         sums.append([m.w1.main_grad, m.w2.main_grad])
     assert same(*sums) and sums[0][0].abs().sum() > 0 and m.w1.grad is None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"recompute": True, "bias": True}, {"per_expert": True}, {"precision": "bf16"}, {"dtype": torch.float32},
+                {"precision": "bf16", "recompute": True, "dtype": torch.float32}]
+)  # fmt: skip
+def test_delayed_weight_gradients_are_the_same(options: dict[str, Any], fused: bool) -> None:
+    batches = [(*inputs(), torch.randn(40, 64).bfloat16()) for _ in range(3)]
+    state = layer(**options).state_dict()
+
+    def train(delay: bool) -> list[Tensor]:
+        torch.manual_seed(5)
+        m = layer(fuse_wgrad_accumulation=fused, delay_wgrad_compute=delay, **options)
+        m.load_state_dict(state)
+        weights = [p for name, p in m.named_parameters() if name.startswith("w")]
+        for w in weights:
+            assert getattr(w, "skip_backward_post_hook", False) == delay
+            if fused:
+                w.main_grad, w.grad_added_to_main_grad = torch.full(w.shape, 0.5), False
+        results, ran = [], []
+        m.register_wgrad_accumulation_and_reduce_hooks(lambda: ran.append(1))
+        for at, (x, prob, dy) in enumerate(batches):
+            x, prob = x.clone().requires_grad_(), prob.clone().requires_grad_()
+            m(x, SPLITS, prob).backward(dy)
+            results += [x.grad, prob.grad, *(p.grad.clone() for name, p in m.named_parameters() if name[0] == "b")]
+            if delay and at == 0:
+                assert all(w.grad is None for w in weights) and not ran
+                assert not fused or all((w.main_grad == 0.5).all() and not w.grad_added_to_main_grad for w in weights)
+            if delay and at == 1:  # two are waiting: the first comes first
+                m.backward_dw()
+                assert all(w.grad is not None for w in weights)
+        for _ in range(2):
+            m.backward_dw()  # of the others; nothing if not delayed
+        assert ran == [1] * (3 if delay else 0)
+        if delay:
+            with pytest.raises(RuntimeError, match="expected a backward before"):
+                m.backward_dw()
+        if fused:
+            assert all(w.grad_added_to_main_grad and w.grad.abs().sum() == 0 for w in weights)
+        return [*results, *((w.main_grad if fused else w.grad) for w in weights)]
+
+    expected, got = train(False), train(True)
+    assert same(expected, got) and all(t.abs().sum() > 0 for t in got[-2:])
+
+
+def test_delayed_weight_gradients_with_the_rest_of_torch() -> None:
+    torch._dynamo.reset()
+    m = layer(gradient_rounding="nearest", delay_wgrad_compute=True)
+    x, prob = inputs()
+    m.w1.grad = m.w2.grad = None
+
+    def grads() -> list[Tensor]:
+        m.backward_dw()
+        found = [m.w1.grad, m.w2.grad]
+        m.w1.grad = m.w2.grad = None
+        return found
+
+    m(x, SPLITS, prob).sum().backward()
+    expected = grads()
+    torch.compile(m, backend="aot_eager")(x, SPLITS, prob).sum().backward()
+    assert same(expected, grads()), "compiled"
+    torch.utils.checkpoint.checkpoint(m, x, SPLITS, prob, use_reentrant=False).sum().backward()
+    assert same(expected, grads()), "checkpointed"
+    m(x, SPLITS, prob).sum().backward()
+    twin = copy.deepcopy(m)
+    assert len(m._delayed) == 1 and not twin._delayed, "a copy has no backward behind it"
+    m.w2.requires_grad_(False)
+    m.backward_dw()
+    assert torch.equal(m.w1.grad, expected[0]) and m.w2.grad is None, "frozen meanwhile"
+    m.w1.requires_grad_(False)
+    m(x.clone().requires_grad_(), SPLITS, prob).sum().backward()
+    m.backward_dw()
+
+
+def test_misuse_of_delayed_weight_gradients() -> None:
+    x, prob = inputs()
+    m = layer(precision="bf16", delay_wgrad_compute=True)
+    m(x, SPLITS, prob).sum().backward()
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="x was modified in place after the backward"):
+        m.backward_dw()
+    m = layer(delay_wgrad_compute=True, fuse_wgrad_accumulation=True)
+    m(x, SPLITS, prob).sum().backward()
+    with pytest.raises(ValueError, match="expected a main_grad, got none"):
+        m.backward_dw()
+    m.w1.main_grad = torch.zeros(m.w1.shape)
+    m.w2.main_grad = torch.zeros(m.w2.shape)
+    pending = m._delayed[0]
+    m.backward_dw()
+    assert m.w1.main_grad.abs().sum() > 0, "nothing was lost"
+    with pytest.raises(RuntimeError, match="expected one run, got another"):
+        pending.run(pending.targets())
+
+    class Twice(torch.nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return 2 * w
+
+    torch.nn.utils.parametrize.register_parametrization(m, "w1", Twice())
+    with pytest.raises(ValueError, match="expected weights that are parameters"):
+        m(x, SPLITS, prob)
 
 
 def test_weight_versions_compile() -> None:

@@ -11,19 +11,23 @@ from moe4 import _moe4
 
 
 def stubs() -> dict[str, list[str]]:
-    """Names of the stub file's functions, with their parameters."""
+    """Names of the stub file's functions and methods, with their parameters."""
     path = pathlib.Path(moe4.__file__).with_name("_moe4.pyi")
-    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
-    return {f.name: [a.arg for a in [*f.args.args, *f.args.kwonlyargs]] for f in functions}
+    functions = {}
+    for node in ast.parse(path.read_text()).body:
+        members = node.body if isinstance(node, ast.ClassDef) else [node]
+        prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        functions.update({prefix + f.name: f for f in members if isinstance(f, ast.FunctionDef)})
+    return {name: [a.arg for a in [*f.args.args, *f.args.kwonlyargs]] for name, f in functions.items()}
 
 
 def test_stubs_agree_with_the_module() -> None:
-    found = {
-        name: list(inspect.signature(value).parameters)
-        for name, value in vars(_moe4).items()
-        if callable(value) and not name.startswith("__")
-    }
-    assert stubs() == found
+    found = {}
+    for name, value in vars(_moe4).items():
+        is_class = inspect.isclass(value)
+        members = {f"{name}.{key}": member for key, member in vars(value).items()} if is_class else {name: value}
+        found.update({key: member for key, member in members.items() if callable(member) and "__" not in key})
+    assert stubs() == {name: list(inspect.signature(value).parameters) for name, value in found.items()}
     assert isinstance(_moe4.__version__, str) and moe4.__version__ == _moe4.__version__
     assert pathlib.Path(moe4.__file__).with_name("py.typed").exists()
 

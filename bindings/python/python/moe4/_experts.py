@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Callable
 from typing import Any, Optional, Union
 
 import torch
@@ -38,6 +40,8 @@ class GroupedMLP(nn.Module):
         fuse_wgrad_accumulation: add weight gradients to the ``main_grad`` of each weight, which the trainer provides
             (float32 or bfloat16, of the weight's shape), instead of returning them to autograd. A weight with an
             attribute ``grad_added_to_main_grad`` has it set and receives a placeholder gradient.
+        delay_wgrad_compute: leave the gradients of ``w1`` and ``w2`` out of the backward, for :meth:`backward_dw`. The
+            weights get an attribute ``skip_backward_post_hook`` that tells trainers not to wait for them in autograd.
         fc1_rht, fc2_rht: sign masks of the Hadamard transform along tokens for the weights' gradients, or ``None``.
         gradient_rounding: of gradients to 4 bits.
         dc_amax: ``exact``, ``bound`` (cheaper, a slightly noisier gradient of ``w1``) or ``separate``.
@@ -58,6 +62,7 @@ class GroupedMLP(nn.Module):
         *,
         per_expert: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         fc1_rht: Optional[int] = 0xD7E8,
         fc2_rht: Optional[int] = 0xD7E8,
         gradient_rounding: GradientRounding = "stochastic",
@@ -82,6 +87,7 @@ class GroupedMLP(nn.Module):
         if dtype not in (torch.bfloat16, torch.float32):
             raise TypeError(f"dtype: expected torch.bfloat16 or torch.float32, got {dtype}")
         self.per_expert, self.fuse_wgrad_accumulation = per_expert, fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
         n1 = self.options.fc1_rows
 
         def weights(n: int, k: int) -> Union[nn.Parameter, nn.ParameterList]:
@@ -99,7 +105,12 @@ class GroupedMLP(nn.Module):
         else:
             self.register_parameter("b1", None)
             self.register_parameter("b2", None)
+        if delay_wgrad_compute:
+            for weight in (*_listed(self.w1), *_listed(self.w2)):
+                setattr(weight, "skip_backward_post_hook", True)  # noqa: B010
         self._held: Optional[tuple[int, list[Tensor]]] = None
+        self._delayed: deque[_operator.DelayedGradients] = deque()
+        self._hooks: list[Callable[[], object]] = []
         self.reset_parameters()
 
     @torch.no_grad()
@@ -139,7 +150,41 @@ class GroupedMLP(nn.Module):
             self._text,
             quantized=self._quantized(weight_version),
             fused=self.fuse_wgrad_accumulation,
+            later=self._delayed if self.delay_wgrad_compute else None,
         )
+
+    def backward_dw(self) -> None:
+        """With ``delay_wgrad_compute``: the gradients of the weights of the earliest backward that has not got them.
+
+        To be called once for each backward, when there is time: in a bubble of a pipeline, or while gradients of the
+        tokens are on their way to other processes. Results are bitwise those of a backward that does not delay: added
+        to ``grad``, or to ``main_grad`` with ``fuse_wgrad_accumulation``. Gradients of the biases are there since the
+        backward. Hooks of the weights do not run, only those of
+        :meth:`register_wgrad_accumulation_and_reduce_hooks`.
+
+        Until then are kept: the gradients of ``y`` and of FC1's output (4-bit copies, or the tensors with
+        ``precision="bf16"``), and the saved ``x`` and ``h``.
+
+        Without ``delay_wgrad_compute``, and for weights that need no gradient, nothing happens.
+
+        Raises:
+            RuntimeError: there was no backward before; or, with ``precision="bf16"``, ``x`` or the gradient of ``y`` was
+                modified in place since.
+        """
+        if not self.delay_wgrad_compute:
+            return
+        if not self._delayed:
+            if any(weight.requires_grad for weight in (*_listed(self.w1), *_listed(self.w2))):
+                raise RuntimeError("backward_dw: expected a backward before, one for each call, got none")
+            return
+        into = self._delayed[0].targets()
+        self._delayed.popleft().run(into)
+        for hook in self._hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
+        """``hook()`` runs at the end of each :meth:`backward_dw`, as trainers in the manner of Megatron want it."""
+        self._hooks.append(hook)
 
     def plan(self, *, input_grad: bool = True, weight_grad: bool = True) -> str:
         """What a forward and its backward will do: copies, passes, saved tensors."""
@@ -165,8 +210,8 @@ class GroupedMLP(nn.Module):
         return self._held[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without quantized weights, which follow from the others."""
-        return {**self.__dict__, "_held": None}
+        """Without quantized weights, which follow from the others, and without gradients that are still to come."""
+        return {**self.__dict__, "_held": None, "_delayed": deque(), "_hooks": []}
 
 
 def _listed(weights: Union[Tensor, nn.Module]) -> list[Tensor]:

@@ -86,6 +86,10 @@ class MoELayer(nn.Module):
         y = out[slots].view(-1, self.top_k, out.shape[-1]).float().sum(1).to(out.dtype)
         return y.view(shape), self._balance(counts, softmax)
 
+    def backward_dw(self) -> None:
+        """See :meth:`GroupedMLP.backward_dw`; the router's gradient is there since the backward."""
+        self.experts.backward_dw()
+
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(tokens.device.type, enabled=False):
             softmax = F.linear(tokens.float(), self.router.float()).softmax(-1)

@@ -67,6 +67,24 @@ def backward(
     input: bool,
     weights: bool,
 ) -> list[Optional[Tensor]]: ...
+def backward_delayed(
+    options: str,
+    dy: Tensor,
+    x: Tensor,
+    prob: Tensor,
+    splits: Tensor,
+    w1: Sequence[Tensor],
+    w2: Sequence[Tensor],
+    b1: Optional[Tensor],
+    b2: Optional[Tensor],
+    saved: Sequence[Tensor],
+    seed: Tensor,
+    input: bool,
+) -> tuple[list[Optional[Tensor]], DelayedWeightGrads]: ...
+
+class DelayedWeightGrads:
+    def run(self, dw1: Sequence[Tensor], dw2: Sequence[Tensor], accumulate: bool) -> None: ...
+
 def find_experts(path: str) -> list[tuple[str, int, int, int, bool, bool, str]]: ...
 def read_experts(
     path: str, prefix: str, experts: Optional[int], glu_layout: str

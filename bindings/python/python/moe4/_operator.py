@@ -9,11 +9,13 @@ Three operators are registered, so that ``torch.compile`` and ``torch.export`` t
 ``moe4::grouped_mlp_backward``  ``[dx, dprob, db1, db2, *dw1, *dw2]``; what is not wanted is an empty tensor
 ==============================  ===============================================================================
 
-A fourth, ``moe4::grouped_mlp_backward_into``, leaves the weights' gradients in buffers that it is given.
+A fourth, ``moe4::grouped_mlp_backward_into``, leaves the weights' gradients in buffers that it is given. Gradients of
+the weights that are computed later (:class:`DelayedGradients`) go past these operators.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Optional, TypeVar, Union
@@ -311,6 +313,48 @@ def _placeholder(weight: Tensor) -> Optional[Tensor]:
     return placeholder
 
 
+class DelayedGradients:
+    """The weights' gradients of one backward, not computed yet; what they read is kept until :meth:`run`."""
+
+    __slots__ = ("_first", "_fused", "_handle", "_watched", "_weights")
+
+    def __init__(
+        self,
+        handle: _moe4.DelayedWeightGrads,
+        w1: Sequence[Tensor],
+        w2: Sequence[Tensor],
+        fused: bool,
+        watched: dict[str, Tensor],
+    ) -> None:
+        self._handle, self._weights, self._first, self._fused = handle, [*w1, *w2], len(w1), fused
+        self._watched = [(name, tensor, tensor._version) for name, tensor in watched.items()]
+
+    def targets(self) -> list[Tensor]:
+        """Where the gradients go: the trainer's buffers, or new ones. Raises before anything is lost."""
+        for name, tensor, version in self._watched:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"backward_dw: {name} was modified in place after the backward, but the gradients of the weights "
+                    "read it; call backward_dw before, or modify a copy"
+                )
+        if self._fused:
+            return _main_grads(self._weights)
+        return [torch.empty_like(weight, memory_format=torch.contiguous_format) for weight in self._weights]
+
+    @torch.no_grad()
+    def run(self, into: list[Tensor]) -> None:
+        """Both products, once. What autograd does with a gradient that arrives, hooks aside, is done here."""
+        self._handle.run(into[: self._first], into[self._first :], self._fused)
+        for weight, grad in zip(self._weights, into):
+            found = _placeholder(weight) if self._fused else grad
+            if found is None or not weight.requires_grad:
+                continue
+            if weight.grad is None:
+                weight.grad = found.detach()
+            elif not self._fused:
+                weight.grad.add_(found)
+
+
 class _GroupedMLP(torch.autograd.Function):
     """``tensors`` are ``n1`` weights W1, ``n2`` weights W2, and what the products read of both (see ``_read``)."""
 
@@ -328,6 +372,7 @@ class _GroupedMLP(torch.autograd.Function):
         weights: bool,
         nvfp4: bool,
         fused: bool,
+        later: Optional[deque[DelayedGradients]],
         n1: int,
         n2: int,
         *tensors: Tensor,
@@ -343,8 +388,8 @@ class _GroupedMLP(torch.autograd.Function):
         ctx.save_for_backward(
             x if weights and not nvfp4 else x.new_empty(0), prob, splits, seed, b1, b2, *saved, *read
         )
-        ctx.originals = originals if fused else ()
-        ctx.options, ctx.input, ctx.weights, ctx.fused = options, input, weights, fused
+        ctx.originals = originals if fused or later is not None else ()
+        ctx.options, ctx.input, ctx.weights, ctx.fused, ctx.later = options, input, weights, fused, later
         ctx.n1, ctx.n2, ctx.half, ctx.separate = n1, n2, half, len(separate)
         ctx.packed = (originals[0].dim() == 3) + 2 * (originals[n1].dim() == 3)
         ctx.dtype = originals[0].dtype
@@ -356,21 +401,30 @@ class _GroupedMLP(torch.autograd.Function):
         saved, read = rest[:8], rest[8:]
         dy = dy.contiguous()
         weights = [read[: ctx.half], read[ctx.half :]]
-        if ctx.fused:
-            if torch.is_grad_enabled():
-                raise RuntimeError(_TWICE)
+        if (ctx.fused or ctx.later is not None) and torch.is_grad_enabled():
+            raise RuntimeError(_TWICE)
+        dw: list[Optional[Tensor]] = [None] * (ctx.n1 + ctx.n2)
+        if ctx.later is not None:
+            found, handle = _moe4.backward_delayed(
+                ctx.options, dy, x, prob, splits, weights[0], weights[1], b1, b2, saved, seed, ctx.input
+            )
+            grads = _or_empty(found, dy)
+            watched = {"x": x, "the gradient of y": dy} if x.numel() else {}
+            w1, w2 = ctx.originals[: ctx.n1], ctx.originals[ctx.n1 :]
+            ctx.later.append(DelayedGradients(handle, w1, w2, ctx.fused, watched))
+        elif ctx.fused:
             into = _main_grads(ctx.originals)
             grads = torch.ops.moe4.grouped_mlp_backward_into(
                 dy, x, prob, splits, *weights, b1, b2, saved, seed,
                 into[: ctx.n1], into[ctx.n1 :], ctx.options, ctx.input,
             )  # fmt: skip
-            dw: list[Optional[Tensor]] = [_placeholder(weight) for weight in ctx.originals]
+            dw = [_placeholder(weight) for weight in ctx.originals]
         else:
             grads = torch.ops.moe4.grouped_mlp_backward(
                 dy, x, prob, splits, *weights, b1, b2, saved, seed,
                 ctx.options, ctx.input, ctx.weights, ctx.packed, ctx.dtype,
             )  # fmt: skip
-            dw = list(grads[4:]) if ctx.weights else [None] * (ctx.n1 + ctx.n2)
+            dw = list(grads[4:]) if ctx.weights else dw
         dx, dprob, db1, db2 = grads[:4]
         biases = ctx.weights and b1 is not None
         return (
@@ -378,7 +432,7 @@ class _GroupedMLP(torch.autograd.Function):
             dprob,
             db1 if biases else None,
             db2 if biases else None,
-            *[None] * 9,
+            *[None] * 10,
             *dw,
             *[None] * ctx.separate,
         )
@@ -389,8 +443,8 @@ def _run(*arguments: Any) -> Tensor:
     return y
 
 
-# Compilers do not follow gradients that go to buffers on the side: here they leave off, and go on behind.
-_run_fused: Callable[..., Tensor] = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]
+# Compilers do not follow gradients that go to buffers on the side, or come later: here they leave off, and go on behind.
+_run_aside: Callable[..., Tensor] = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]
 
 
 def grouped_mlp(
@@ -470,8 +524,12 @@ def apply(
     *,
     quantized: Optional[Sequence[Tensor]] = None,
     fused: bool = False,
+    later: Optional[deque[DelayedGradients]] = None,
 ) -> Tensor:
-    """:func:`grouped_mlp` with options and the same as text; ``quantized`` weights are taken as they are."""
+    """:func:`grouped_mlp` with options and the same as text; ``quantized`` weights are taken as they are.
+
+    With ``later`` each backward appends the weights' gradients to it instead of computing them.
+    """
     expect_cpu("x", x)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.bfloat16)
@@ -500,10 +558,16 @@ def apply(
         seed = torch.randint(0, 2**62, (1,), dtype=torch.int64)
     else:
         seed = torch.empty(0, dtype=torch.int64)
-    run = _run_fused if fused and weights else _run
+    fused, later = fused and weights, later if weights else None
+    if later is not None and not all(w.is_leaf for w in (*w1, *w2)):
+        raise ValueError(
+            "delay_wgrad_compute: expected weights that are parameters, got one computed from others, which backward_dw "
+            "cannot reach; leave the option out"
+        )
+    run = _run_aside if fused or later is not None else _run
     return run(
         x, prob, b1, b2, counted, seed, text, input, weights,
-        nvfp4, fused and weights, len(w1), len(w2), *w1, *w2, *quantized,
+        nvfp4, fused, later, len(w1), len(w2), *w1, *w2, *quantized,
     )  # fmt: skip
 
 
