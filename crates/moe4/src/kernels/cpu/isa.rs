@@ -11,6 +11,9 @@ pub struct Isa(Kind);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
+    /// AVX-512 everywhere but in products.
+    #[cfg(target_arch = "x86_64")]
+    Amx,
     #[cfg(target_arch = "x86_64")]
     Avx512,
     #[cfg(target_arch = "x86_64")]
@@ -31,6 +34,9 @@ impl Isa {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl");
             if fma && avx512 {
+                if super::amx::available() {
+                    found.push(Isa(Kind::Amx));
+                }
                 found.push(Isa(Kind::Avx512));
             }
             if fma && is_x86_feature_detected!("avx2") {
@@ -50,11 +56,22 @@ impl Isa {
     pub(super) fn kind(self) -> Kind {
         self.0
     }
+
+    /// Whether products run on matrix tiles, whose sums have another order than those of vectors.
+    pub fn has_tiles(self) -> bool {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Amx => true,
+            _ => false,
+        }
+    }
 }
 
 impl fmt::Display for Isa {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Amx => "AVX-512 and AMX",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512 => "AVX-512",
             #[cfg(target_arch = "x86_64")]
@@ -86,7 +103,7 @@ macro_rules! multiversion {
             match isa.kind() {
                 // SAFETY: this kind exists only where detection found the features.
                 #[cfg(target_arch = "x86_64")]
-                $crate::kernels::cpu::isa::Kind::Avx512 => unsafe { avx512($($arg),+) },
+                $crate::kernels::cpu::isa::Kind::Amx | $crate::kernels::cpu::isa::Kind::Avx512 => unsafe { avx512($($arg),+) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
                 $crate::kernels::cpu::isa::Kind::Avx2 => unsafe { avx2($($arg),+) },

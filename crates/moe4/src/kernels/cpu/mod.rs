@@ -5,20 +5,25 @@
 //! | `isa` | which instructions run; compiling one function for each of them |
 //! | `tile` | 16 x 16 elements in registers: load, RHT, amax, codes |
 //! | `amax`, `quantize` | passes over tensors, tile by tile |
+//! | `gemm` | grouped products over runs of rows, stripe by stripe |
+//! | `engine` | what multiplies: vectors or matrix tiles, with the operands that each wants |
 //! | `simd`, `micro` | a small vector trait; the register tile of a product |
-//! | `matrix`, `codes_avx512` | operands to panels; the same for 4-bit codes with AVX-512 |
-//! | `gemm` | grouped products over row blocks |
-//! | `epilogue`, `products` | what happens to a block of accumulators; the four products |
+//! | `matrix`, `codes_avx512` | operands to panels for vectors; the same for 4-bit codes with AVX-512 |
+//! | `amx`, `tiles_avx512` | AMX; operands to its tiles |
+//! | `epilogue`, `products` | what happens to a stripe of accumulators; the four products |
 //! | `rows`, `parallel` | permutation; cutting outputs into pieces for threads |
 //!
 //! Threads are those of the current rayon pool. Every output element is computed by one task in a fixed order, so
-//! the number of threads never changes a result. Products accumulate along `k` one term after the other in every
+//! the number of threads never changes a result. Vector code accumulates along `k` one term after the other in every
 //! lane, so neither does the width of the vectors: a term is exact in `f32`, and a fused multiply-add rounds as a
-//! multiply and an add would.
+//! multiply and an add would. AMX has another order, see `docs/numerics.md`.
 
 mod amax;
 #[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
 mod codes_avx512;
+mod engine;
 mod epilogue;
 mod gemm;
 mod isa;
@@ -30,6 +35,8 @@ mod quantize;
 mod rows;
 mod simd;
 mod tile;
+#[cfg(target_arch = "x86_64")]
+mod tiles_avx512;
 
 pub use isa::Isa;
 
@@ -58,7 +65,8 @@ impl Cpu {
         Self { isa }
     }
 
-    /// With given instructions, which [`Isa::available`] lists; the results are the same.
+    /// With given instructions, which [`Isa::available`] lists. Quantized bytes are the same on each; products are the same
+    /// on each without tiles ([`Isa::has_tiles`]), and within rounding of these with them.
     pub fn with_isa(isa: Isa) -> Self {
         Self { isa }
     }
