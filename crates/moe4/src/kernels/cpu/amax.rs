@@ -1,7 +1,9 @@
 //! Largest magnitudes, before and after the RHT.
 
-use super::isa::{Isa, multiversion};
+use super::isa::{Isa, Kind, multiversion};
 use super::parallel::reduce_max;
+#[cfg(target_arch = "x86_64")]
+use super::quantize_avx512;
 use super::tile::{self, Lanes};
 use crate::kernels::contract::{GroupAmax, GroupHadamardAmax};
 use crate::kernels::memory::Host;
@@ -35,9 +37,20 @@ pub(super) fn group_hadamard_amax(isa: Isa, pass: GroupHadamardAmax<'_, Host>) {
     reduce_max(groups, &blocks, found.iter().map(|a| a[1]), amax_rht);
 }
 
+/// The largest finite magnitude.
+pub(super) fn block_amax(isa: Isa, x: &[bf16]) -> f32 {
+    let found = match isa.kind() {
+        // SAFETY: this kind exists only where detection found AVX-512.
+        #[cfg(target_arch = "x86_64")]
+        Kind::Amx | Kind::Avx512 => unsafe { quantize_avx512::amax(x) },
+        _ => None,
+    };
+    found.unwrap_or_else(|| block_amax_of_finite(isa, x))
+}
+
 multiversion! {
-    /// The largest finite magnitude.
-    pub(super) fn block_amax(x: &[bf16]) -> f32 {
+    /// [`block_amax`] of anything.
+    fn block_amax_of_finite(x: &[bf16]) -> f32 {
         let mut amax: Lanes = [0.0; BLOCK];
         let vectors = x.chunks_exact(BLOCK);
         for (lane, &v) in amax.iter_mut().zip(vectors.remainder()) {
@@ -67,9 +80,28 @@ multiversion! {
     }
 }
 
+/// The largest finite magnitude of some columns of whole rows, before and after the RHT along groups of 16 rows.
+pub(super) fn columns_hadamard_amax(
+    isa: Isa,
+    rows: &[bf16],
+    cols: usize,
+    of: Range<usize>,
+    mask: SignMask,
+) -> [f32; 2] {
+    let found = match isa.kind() {
+        // SAFETY: this kind exists only where detection found AVX-512.
+        #[cfg(target_arch = "x86_64")]
+        Kind::Amx | Kind::Avx512 if of.end.is_multiple_of(BLOCK) || of.end == cols => unsafe {
+            quantize_avx512::hadamard_amax(rows, cols, of.clone(), mask)
+        },
+        _ => None,
+    };
+    found.unwrap_or_else(|| hadamard_amax_of_finite(isa, rows, cols, of, mask))
+}
+
 multiversion! {
-    /// The largest finite magnitude of some columns of whole rows, before and after the RHT along groups of 16 rows.
-    pub(super) fn columns_hadamard_amax(rows: &[bf16], cols: usize, of: Range<usize>, mask: SignMask) -> [f32; 2] {
+    /// [`columns_hadamard_amax`] of anything.
+    fn hadamard_amax_of_finite(rows: &[bf16], cols: usize, of: Range<usize>, mask: SignMask) -> [f32; 2] {
         let mut amax = [[0.0; BLOCK]; 2];
         for band in rows.chunks(BLOCK * cols.max(1)) {
             for col in of.clone().step_by(BLOCK) {

@@ -4,7 +4,8 @@
 //! |---|---|
 //! | `isa` | which instructions run; compiling one function for each of them |
 //! | `tile` | 16 x 16 elements in registers: load, RHT, amax, codes |
-//! | `amax`, `quantize` | passes over tensors, tile by tile |
+//! | `amax`, `quantize` | passes over tensors, band by band |
+//! | `quantize_avx512` | the same with AVX-512 |
 //! | `gemm` | grouped products over runs of rows, stripe by stripe |
 //! | `engine` | what multiplies: vectors or matrix tiles, with the operands that each wants |
 //! | `simd`, `micro` | a small vector trait; the register tile of a product |
@@ -32,6 +33,8 @@ mod micro;
 mod parallel;
 mod products;
 mod quantize;
+#[cfg(target_arch = "x86_64")]
+mod quantize_avx512;
 mod rows;
 mod simd;
 mod tile;
