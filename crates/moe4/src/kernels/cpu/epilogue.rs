@@ -1,41 +1,37 @@
 //! What becomes of a stripe of accumulators: scaling, bias, activation, its backward, rounding.
 //!
-//! Outputs are whole rows, of which a stripe writes its columns.
+//! Outputs are whole rows, of which a stripe writes its columns. All widths are multiples of 16.
 
 use super::gemm::{Block, Stripe};
 use super::isa::multiversion;
-use super::tile::{self, Lanes};
+use super::tile::Lanes;
+use super::wide::Wide;
 use crate::kernels::activation::{ActivationFn, GluLayout};
 use crate::numerics::{BLOCK, bf16 as bf};
 use half::bf16;
 use std::ops::Range;
 
-/// `row · alpha (+ bias · weight)` rounded to BF16.
+/// `row · alpha (+ bias · weight)` rounded to BF16; whole blocks.
 #[inline(always)]
-fn round_row(acc: &[f32], alpha: f32, bias: Option<(&[f32], f32)>, out: &mut [bf16]) {
-    match bias {
-        None => {
-            for (out, &v) in out.iter_mut().zip(acc) {
-                *out = bf::from_f32(alpha * v);
-            }
+fn round_row<W: Wide>(acc: &[f32], alpha: f32, bias: Option<(&[f32], f32)>, out: &mut [bf16]) {
+    for (i, out) in out.chunks_exact_mut(BLOCK).enumerate() {
+        let mut v = W::splat(alpha).times(W::load(&acc[i * BLOCK..]));
+        if let Some((bias, weight)) = bias {
+            v = v.plus(W::load(&bias[i * BLOCK..]).times(W::splat(weight)));
         }
-        Some((bias, weight)) => {
-            for ((out, &v), &b) in out.iter_mut().zip(acc).zip(bias) {
-                *out = bf::from_f32(alpha * v + b * weight);
-            }
-        }
+        v.narrow(out);
     }
 }
 
 multiversion! {
     /// A plain product's stripe to `out [rows, n]`. `prob` scales the bias.
-    pub(super) fn plain(
+    pub(super) fn plain<W: Wide>(
         stripe: &Stripe, block: Block<'_>, n: usize, alpha: f32, bias: Option<&[f32]>, prob: Option<&[f32]>, out: &mut [bf16],
     ) {
         for (i, out) in out.chunks_exact_mut(n).enumerate() {
             for piece in stripe.pieces() {
                 let bias = bias.map(|b| (&b[piece.cols.clone()], prob.map_or(1.0, |p| p[i])));
-                round_row(block.row(i, piece.at), alpha, bias, &mut out[piece.cols.clone()]);
+                round_row::<W>(block.row(i, piece.at), alpha, bias, &mut out[piece.cols.clone()]);
             }
         }
     }
@@ -76,39 +72,32 @@ impl Shape {
 
 /// Sixteen values `stride` apart.
 #[inline(always)]
-fn gather(row: &[bf16], start: usize, stride: usize) -> Lanes {
+fn gather<W: Wide>(row: &[bf16], start: usize, stride: usize) -> W {
     if stride == 1 {
-        return tile::widen(&row[start..start + BLOCK]);
+        return W::widen(&row[start..]);
     }
     let mut lanes = [0.0; BLOCK];
     for (lane, v) in lanes.iter_mut().zip(row[start..].iter().step_by(stride)) {
         *lane = bf::to_f32(*v);
     }
-    lanes
+    W::load(&lanes)
 }
 
 #[inline(always)]
-fn scatter(lanes: &Lanes, row: &mut [bf16], start: usize, stride: usize) {
+fn scatter<W: Wide>(v: W, row: &mut [bf16], start: usize, stride: usize) {
     if stride == 1 {
-        for (v, lane) in row[start..start + BLOCK].iter_mut().zip(lanes) {
-            *v = bf::from_f32(*lane);
-        }
-    } else {
-        for (v, lane) in row[start..].iter_mut().step_by(stride).zip(lanes) {
-            *v = bf::from_f32(*lane);
-        }
+        return v.narrow(&mut row[start..]);
     }
-}
-
-/// `bf16(act(c) · prob)` of sixteen features. Forward and recompute share it, so their bits agree.
-#[inline(always)]
-fn h_lanes(value: &Lanes, prob: f32) -> Lanes {
-    value.map(|v| v * prob)
+    let mut lanes = [bf16::ZERO; BLOCK];
+    v.narrow(&mut lanes);
+    for (v, lane) in row[start..].iter_mut().step_by(stride).zip(lanes) {
+        *v = lane;
+    }
 }
 
 multiversion! {
     /// FC1's stripe: its columns of `c [rows, N1]` and `h [rows, F]`.
-    pub(super) fn act<A: ActivationFn>(
+    pub(super) fn act<W: Wide, A: ActivationFn>(
         f: A, shape: Shape, stripe: &Stripe, block: Block<'_>, alpha: f32, bias: Option<&[f32]>, prob: &[f32], c: &mut [bf16], h: &mut [bf16],
     ) {
         let Shape { layout, ffn, n1 } = shape;
@@ -116,17 +105,14 @@ multiversion! {
         for (i, ((c, h), &prob)) in rows.enumerate() {
             for piece in stripe.pieces() {
                 let bias = bias.map(|b| (&b[piece.cols.clone()], 1.0));
-                round_row(block.row(i, piece.at), alpha, bias, &mut c[piece.cols.clone()]);
+                round_row::<W>(block.row(i, piece.at), alpha, bias, &mut c[piece.cols.clone()]);
             }
             for first in shape.features(stripe).step_by(BLOCK) {
                 let run = layout.run(A::GATED, first, ffn);
-                let g = gather(c, run.gate, run.stride);
-                let u = gather(c, run.up, run.stride);
-                let mut value = [0.0; BLOCK];
-                for lane in 0..BLOCK {
-                    value[lane] = f.evaluate(g[lane], u[lane]).value;
-                }
-                scatter(&h_lanes(&value, prob), h, first, 1);
+                let g = gather::<W>(c, run.gate, run.stride);
+                let u = gather::<W>(c, run.up, run.stride);
+                // Forward and recompute do the same, so their bits agree.
+                W::evaluate(f, g, u).value.times(W::splat(prob)).narrow(&mut h[first..]);
             }
         }
     }
@@ -148,7 +134,7 @@ pub(super) struct DactOut<'a> {
 
 multiversion! {
     /// FC2 dgrad's stripe. `dprob` sums sixteen partial sums, one a lane, pairwise; it is right after the last stripe.
-    pub(super) fn dact<A: ActivationFn>(
+    pub(super) fn dact<W: Wide, A: ActivationFn>(
         f: A, shape: Shape, stripe: &Stripe, block: Block<'_>, alpha: f32, c: &[bf16], prob: &[f32], out: &mut DactOut<'_>,
     ) {
         let Shape { layout, ffn, n1 } = shape;
@@ -156,32 +142,27 @@ multiversion! {
         let rows = c.chunks_exact(n1).zip(dc.chunks_exact_mut(n1)).zip(dprob.iter_mut().zip(sums)).zip(prob);
         for (i, (((c, dc), (dprob, sums)), &prob)) in rows.enumerate() {
             let acc = block.row(i, stripe.first.at);
+            let mut partial = W::load(sums);
             for first in stripe.first.cols.clone().step_by(BLOCK) {
                 let run = layout.run(A::GATED, first, ffn);
-                let g = gather(c, run.gate, run.stride);
-                let u = gather(c, run.up, run.stride);
-                let acc = &acc[first - stripe.first.cols.start..][..BLOCK];
-                let (mut value, mut dg, mut du, mut d) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
-                for lane in 0..BLOCK {
-                    d[lane] = alpha * acc[lane];
-                    let at = f.evaluate(g[lane], u[lane]);
-                    value[lane] = at.value;
-                    sums[lane] += at.value * d[lane];
-                    let scaled = d[lane] * prob;
-                    dg[lane] = scaled * at.dg;
-                    du[lane] = scaled * at.du;
-                }
-                scatter(&dg, dc, run.gate, run.stride);
+                let g = gather::<W>(c, run.gate, run.stride);
+                let u = gather::<W>(c, run.up, run.stride);
+                let d = W::splat(alpha).times(W::load(&acc[first - stripe.first.cols.start..]));
+                let at = W::evaluate(f, g, u);
+                partial = partial.plus(at.value.times(d));
+                let scaled = d.times(W::splat(prob));
+                scatter(scaled.times(at.dg), dc, run.gate, run.stride);
                 if A::GATED {
-                    scatter(&du, dc, run.up, run.stride);
+                    scatter(scaled.times(at.du), dc, run.up, run.stride);
                 }
                 if let Some(h) = h {
-                    scatter(&h_lanes(&value, prob), h, i * ffn + first, 1);
+                    at.value.times(W::splat(prob)).narrow(&mut h[i * ffn + first..]);
                 }
                 if let Some(dh) = dh {
-                    dh[i * ffn + first..][..BLOCK].copy_from_slice(&d);
+                    d.store(&mut dh[i * ffn + first..]);
                 }
             }
+            partial.store(sums);
             *dprob = pairwise_sum(*sums);
         }
     }
@@ -213,13 +194,13 @@ multiversion! {
 
 multiversion! {
     /// A weight gradient's stripe to `out [rows, n]`, FP32.
-    pub(super) fn wgrad_f32(stripe: &Stripe, block: Block<'_>, n: usize, alpha: f32, accumulate: bool, out: &mut [f32]) {
+    pub(super) fn wgrad_f32<W: Wide>(stripe: &Stripe, block: Block<'_>, n: usize, alpha: f32, accumulate: bool, out: &mut [f32]) {
         for (i, out) in out.chunks_exact_mut(n).enumerate() {
             for piece in stripe.pieces() {
-                let acc = block.row(i, piece.at);
-                for (out, &v) in out[piece.cols.clone()].iter_mut().zip(acc) {
-                    let before = if accumulate { *out } else { 0.0 };
-                    *out = before + alpha * v;
+                let acc = block.row(i, piece.at).chunks_exact(BLOCK);
+                for (out, acc) in out[piece.cols.clone()].chunks_exact_mut(BLOCK).zip(acc) {
+                    let before = if accumulate { W::load(out) } else { W::splat(0.0) };
+                    before.plus(W::splat(alpha).times(W::load(acc))).store(out);
                 }
             }
         }
@@ -228,13 +209,13 @@ multiversion! {
 
 multiversion! {
     /// A weight gradient's stripe to `out [rows, n]`, BF16.
-    pub(super) fn wgrad_bf16(stripe: &Stripe, block: Block<'_>, n: usize, alpha: f32, accumulate: bool, out: &mut [bf16]) {
+    pub(super) fn wgrad_bf16<W: Wide>(stripe: &Stripe, block: Block<'_>, n: usize, alpha: f32, accumulate: bool, out: &mut [bf16]) {
         for (i, out) in out.chunks_exact_mut(n).enumerate() {
             for piece in stripe.pieces() {
-                let acc = block.row(i, piece.at);
-                for (out, &v) in out[piece.cols.clone()].iter_mut().zip(acc) {
-                    let before = if accumulate { bf::to_f32(*out) } else { 0.0 };
-                    *out = bf::from_f32(before + alpha * v);
+                let acc = block.row(i, piece.at).chunks_exact(BLOCK);
+                for (out, acc) in out[piece.cols.clone()].chunks_exact_mut(BLOCK).zip(acc) {
+                    let before = if accumulate { W::widen(out) } else { W::splat(0.0) };
+                    before.plus(W::splat(alpha).times(W::load(acc))).narrow(out);
                 }
             }
         }

@@ -83,8 +83,41 @@ impl fmt::Display for Isa {
 
 /// Compiles one function for each instruction set and picks at run time by a leading `isa` argument.
 ///
-/// The body, and everything it calls that should vectorize, must be inlined: mark helpers `#[inline(always)]`.
+/// The body, and everything it calls that should vectorize, must be inlined: mark helpers `#[inline(always)]`. A first
+/// generic parameter `W: Wide` stands for the vector of the instruction set.
 macro_rules! multiversion {
+    (
+        $(#[$meta:meta])*
+        $vis:vis fn $name:ident <W: Wide $(, $generic:ident : $bound:path)*> ($($arg:ident : $ty:ty),+ $(,)?) $body:block
+    ) => {
+        $(#[$meta])*
+        #[allow(clippy::too_many_arguments, reason = "one more than the body has")]
+        $vis fn $name <$($generic: $bound),*> (isa: $crate::kernels::cpu::isa::Isa, $($arg: $ty),+) {
+            #[inline(always)]
+            fn body <W: $crate::kernels::cpu::wide::Wide, $($generic: $bound),*> ($($arg: $ty),+) $body
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+            fn avx512 <$($generic: $bound),*> ($($arg: $ty),+) {
+                body::<$crate::kernels::cpu::wide::Register, $($generic),*>($($arg),+)
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            fn avx2 <$($generic: $bound),*> ($($arg: $ty),+) {
+                body::<$crate::kernels::cpu::wide::Array, $($generic),*>($($arg),+)
+            }
+            match isa.kind() {
+                // SAFETY: this kind exists only where detection found the features.
+                #[cfg(target_arch = "x86_64")]
+                $crate::kernels::cpu::isa::Kind::Amx | $crate::kernels::cpu::isa::Kind::Avx512 => unsafe { avx512($($arg),+) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::kernels::cpu::isa::Kind::Avx2 => unsafe { avx2($($arg),+) },
+                $crate::kernels::cpu::isa::Kind::Portable => {
+                    body::<$crate::kernels::cpu::wide::Array, $($generic),*>($($arg),+)
+                }
+            }
+        }
+    };
     (
         $(#[$meta:meta])*
         $vis:vis fn $name:ident $(<$($generic:ident : $bound:path),+>)? ($($arg:ident : $ty:ty),+ $(,)?) $(-> $ret:ty)? $body:block

@@ -12,6 +12,7 @@
 //! | `matrix`, `codes_avx512` | operands to panels for vectors; the same for 4-bit codes with AVX-512 |
 //! | `amx`, `tiles_avx512` | AMX; operands to its tiles |
 //! | `epilogue`, `products` | what happens to a stripe of accumulators; the four products |
+//! | `wide` | sixteen values in an epilogue |
 //! | `rows`, `parallel` | permutation; cutting outputs into pieces for threads |
 //!
 //! Threads are those of the current rayon pool. Every output element is computed by one task in a fixed order, so
@@ -40,6 +41,7 @@ mod simd;
 mod tile;
 #[cfg(target_arch = "x86_64")]
 mod tiles_avx512;
+mod wide;
 
 pub use isa::Isa;
 

@@ -130,17 +130,18 @@ fn draws(stream: RandomStream, position: u64) -> [__m512i; 4] {
     let even = _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0);
     let first = _mm512_add_epi64(even, _mm512_set1_epi64(position as i64));
     let second = _mm512_add_epi64(first, _mm512_set1_epi64(1));
-    let word = |v: u64| _mm512_set1_epi64((v & 0xFFFF_FFFF) as i64);
-    let [m0, m1] = philox::MULTIPLIERS.map(|m| word(m as u64));
-    let (low, high) = (word(stream.stream), word(stream.stream >> 32));
-    let start = |c: __m512i| [c, _mm512_srli_epi64::<32>(c), low, high];
-    let mut state = [start(first), start(second)];
+    let (m0, m1) = (word(philox::MULTIPLIERS[0]), word(philox::MULTIPLIERS[1]));
+    let (low, high) = (word(stream.stream as u32), word((stream.stream >> 32) as u32));
+    let mut state = [
+        [first, _mm512_srli_epi64::<32>(first), low, high],
+        [second, _mm512_srli_epi64::<32>(second), low, high],
+    ];
     let mut key = [stream.seed as u32, (stream.seed >> 32) as u32];
     for round in 0..philox::ROUNDS {
         if round > 0 {
             key = [key[0].wrapping_add(philox::WEYL[0]), key[1].wrapping_add(philox::WEYL[1])];
         }
-        let [k0, k1] = key.map(|k| word(k as u64));
+        let (k0, k1) = (word(key[0]), word(key[1]));
         for c in &mut state {
             let (p0, p1) = (_mm512_mul_epu32(m0, c[0]), _mm512_mul_epu32(m1, c[2]));
             let c0 = _mm512_ternarylogic_epi64::<0x96>(_mm512_srli_epi64::<32>(p1), c[1], k0);
@@ -149,8 +150,18 @@ fn draws(stream: RandomStream, position: u64) -> [__m512i; 4] {
         }
     }
     let [a, b] = state;
-    let joined = |i: usize| _mm512_mask_mov_epi32(a[i], 0xAAAA, _mm512_slli_epi64::<32>(b[i]));
-    [joined(0), joined(1), joined(2), joined(3)]
+    let mut joined = a;
+    for (a, b) in joined.iter_mut().zip(b) {
+        *a = _mm512_mask_mov_epi32(*a, 0xAAAA, _mm512_slli_epi64::<32>(b));
+    }
+    joined
+}
+
+/// A number in the low half of every 64-bit lane.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn word(v: u32) -> __m512i {
+    _mm512_set1_epi64(v as i64)
 }
 
 /// The bytes of sixteen draws, draw by draw.
@@ -204,15 +215,28 @@ fn load_32(rows: &[bf16], cols: usize, col: usize) -> [__m512i; BLOCK] {
     out
 }
 
+/// Packed BF16 without signs.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn magnitudes(v: __m512i) -> __m512i {
+    _mm512_and_si512(v, _mm512_set1_epi16(0x7FFF))
+}
+
+/// The larger of two magnitudes, by bits.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn larger(a: __m512, b: __m512) -> __m512 {
+    _mm512_castsi512_ps(_mm512_max_epu32(bits(a), bits(b)))
+}
+
 /// The largest magnitude of each half of 16 vectors of packed BF16, as `f32`: first halves, second halves. Of what is not
 /// finite the magnitude is that of its bits.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn half_amaxes(rows: &[__m512i; BLOCK]) -> [__m512; 2] {
-    let magnitude = |v: __m512i| _mm512_and_si512(v, _mm512_set1_epi16(0x7FFF));
     let mut eighths = [_mm512_setzero_si512(); 8];
-    for (out, pair) in eighths.iter_mut().zip(rows.as_chunks::<2>().0) {
-        let [a, b] = pair.map(magnitude);
+    for (out, &[a, b]) in eighths.iter_mut().zip(rows.as_chunks::<2>().0) {
+        let (a, b) = (magnitudes(a), magnitudes(b));
         *out = _mm512_max_epu16(_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b));
     }
     let mut quarters = [_mm512_setzero_si512(); 4];
@@ -355,7 +379,11 @@ fn transform(mut x: Rows, mask: SignMask) -> Rows {
     x = butterfly::<2>(x);
     x = butterfly::<4>(x);
     x = butterfly::<8>(x);
-    x.map(|v| _mm512_mul_ps(v, _mm512_set1_ps(0.25)))
+    // Loops, here and below: closures given to functions that are not compiled for AVX-512 would stay calls.
+    for v in &mut x {
+        *v = _mm512_mul_ps(*v, _mm512_set1_ps(0.25));
+    }
+    x
 }
 
 #[inline]
@@ -411,7 +439,10 @@ pub(super) fn quantize_columns(
     let bad = not_finite(amax);
     let (scale, multiplier) = Scaler::new(global).of(amax);
     let mut halves = [_mm512_setzero_si512(); 2];
-    let words = random.map(|(stream, position)| draws(stream, position));
+    let words = match random {
+        Some((stream, position)) => Some(draws(stream, position)),
+        None => None,
+    };
     // From the last row to the first, so that a shift makes room for the next.
     for (half, out) in halves.iter_mut().enumerate() {
         for i in (0..8).rev() {
@@ -428,17 +459,12 @@ pub(super) fn quantize_columns(
             *out = _mm512_or_si512(_mm512_slli_epi32::<4>(*out), code);
         }
     }
-    let order = |first: i32| {
-        let pair = |i: i32| [first + i, 16 + first + i];
-        let [a, b, c, d] = [pair(0), pair(1), pair(2), pair(3)];
-        let [e, f, g, h] = [pair(4), pair(5), pair(6), pair(7)];
-        _mm512_set_epi32(
-            h[1], h[0], g[1], g[0], f[1], f[0], e[1], e[0], d[1], d[0], c[1], c[0], b[1], b[0], a[1], a[0],
-        )
-    };
+    // Both halves of a column side by side, columns in order.
+    let low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    let high = _mm512_add_epi32(low, splat(8));
     let mut codes = [0; BLOCK];
-    for (first, out) in [0, 8].into_iter().zip(codes.as_chunks_mut::<8>().0) {
-        let joined = _mm512_permutex2var_epi32(halves[0], order(first), halves[1]);
+    for (order, out) in [low, high].into_iter().zip(codes.as_chunks_mut::<8>().0) {
+        let joined = _mm512_permutex2var_epi32(halves[0], order, halves[1]);
         // SAFETY: eight numbers of 64 bits.
         unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), joined) };
     }
@@ -462,8 +488,7 @@ pub(super) fn hadamard_amax(
         for col in of.clone().step_by(BLOCK) {
             let x = load(band, cols, col);
             let after = column_amax(&transform(x, mask));
-            let max = |a: __m512, b: __m512| _mm512_castsi512_ps(_mm512_max_epu32(bits(a), bits(b)));
-            amax = [max(amax[0], column_amax(&x)), max(amax[1], after)];
+            amax = [larger(amax[0], column_amax(&x)), larger(amax[1], after)];
         }
     }
     // Rounding is monotonous: the largest rounded magnitude is the largest one, rounded.
@@ -471,27 +496,26 @@ pub(super) fn hadamard_amax(
     if not_finite(amax[0]) | not_finite(amax[1]) != 0 {
         return None;
     }
-    Some(amax.map(|v| tile::horizontal_max(lanes(v))))
+    Some([tile::horizontal_max(lanes(amax[0])), tile::horizontal_max(lanes(amax[1]))])
 }
 
 /// The largest magnitude of packed BF16; `None` if one of them is not finite.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 pub(super) fn amax(x: &[bf16]) -> Option<f32> {
     let mut max = [_mm512_setzero_si512(); 4];
-    let magnitude = |v: __m512i| _mm512_and_si512(v, _mm512_set1_epi16(0x7FFF));
     let (chunks, rest) = x.as_chunks::<128>();
     for chunk in chunks {
         for (i, max) in max.iter_mut().enumerate() {
             // SAFETY: 32 of the 128 elements.
             let v = unsafe { _mm512_loadu_si512(chunk.as_ptr().add(32 * i).cast()) };
-            *max = _mm512_max_epu16(*max, magnitude(v));
+            *max = _mm512_max_epu16(*max, magnitudes(v));
         }
     }
     for chunk in rest.chunks(32) {
         let mask = ((1u64 << chunk.len()) - 1) as u32;
         // SAFETY: masked elements are not read.
         let v = unsafe { _mm512_maskz_loadu_epi16(mask, chunk.as_ptr().cast()) };
-        max[0] = _mm512_max_epu16(max[0], magnitude(v));
+        max[0] = _mm512_max_epu16(max[0], magnitudes(v));
     }
     let max = _mm512_max_epu16(_mm512_max_epu16(max[0], max[1]), _mm512_max_epu16(max[2], max[3]));
     let mut lanes = [0u16; 32];
@@ -519,13 +543,13 @@ pub(super) fn quantize_square_tiles(
         let mut maxima = [_mm512_setzero_si512(); BLOCK];
         for (max, col) in maxima.iter_mut().zip(columns()) {
             for v in load_32(rows, k, col) {
-                *max = _mm512_max_epu16(*max, _mm512_and_si512(v, _mm512_set1_epi16(0x7FFF)));
+                *max = _mm512_max_epu16(*max, magnitudes(v));
             }
         }
         let amax = half_amaxes(&maxima);
-        let bad = amax.map(|v| not_finite(v));
-        let scaled = amax.map(|v| scaler.of(v));
-        let (s, m) = (scaled.map(|(s, _)| lane_bytes(s)), scaled.map(|(_, m)| lanes(m)));
+        let bad = [not_finite(amax[0]), not_finite(amax[1])];
+        let [(s0, m0), (s1, m1)] = [scaler.of(amax[0]), scaler.of(amax[1])];
+        let (s, m) = ([lane_bytes(s0), lane_bytes(s1)], [lanes(m0), lanes(m1)]);
         for (pair, col) in columns().enumerate() {
             let halves = ((k - col) / BLOCK).min(2);
             let block = col / BLOCK;

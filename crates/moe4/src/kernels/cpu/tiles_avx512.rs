@@ -128,10 +128,14 @@ unsafe fn lines(m: Matrix<'_>, lane: usize, used: usize, k: usize, depth: usize)
                 // SAFETY: the caller's promise.
                 let [even, odd] = unsafe {
                     match m.values {
-                        Values::Bf16(x) => [even, odd].map(|i| match i < depth {
-                            true => _mm256_maskz_loadu_epi16(mask, x.as_ptr().add(at(i)).cast::<i16>()),
-                            false => _mm256_setzero_si256(),
-                        }),
+                        Values::Bf16(x) => {
+                            let row = |i: usize| x.as_ptr().add(at(i)).cast::<i16>();
+                            let second = if odd < depth { mask } else { 0 };
+                            [
+                                _mm256_maskz_loadu_epi16(mask, row(even)),
+                                _mm256_maskz_loadu_epi16(second, row(odd.min(depth - 1))),
+                            ]
+                        }
                         Values::Nvfp4 { codes, scales } => {
                             let both = decode(codes, scales, [even, odd].map(|i| at(i) / BLOCK));
                             [_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64::<1>(both)]
