@@ -199,11 +199,16 @@ multiversion! {
             for piece in stripe.pieces() {
                 let acc = block.row(i, piece.at).chunks_exact(BLOCK);
                 for (out, acc) in out[piece.cols.clone()].chunks_exact_mut(BLOCK).zip(acc) {
-                    let before = if accumulate { W::load(out) } else { W::splat(0.0) };
-                    before.plus(W::splat(alpha).times(W::load(acc))).store(out);
+                    let product = W::splat(alpha).times(W::load(acc));
+                    match accumulate {
+                        true => W::load(out).plus(product).store(out),
+                        // A sum with zero, as above: it has no negative zero.
+                        false => W::splat(0.0).plus(product).stream(out),
+                    }
                 }
             }
         }
+        W::finish();
     }
 }
 

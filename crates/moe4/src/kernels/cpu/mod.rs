@@ -77,6 +77,25 @@ impl Cpu {
     }
 }
 
+/// `len` elements that may hold anything: zeros would be written by one thread, to be written again by all.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+fn unspecified<T: Element>(len: usize) -> Vec<T> {
+    let mut buffer = Vec::<T>::with_capacity(len);
+    let start = buffer.spare_capacity_mut().as_mut_ptr();
+    // SAFETY: the capacity is there. For the compiler, assembly that is given the address may have written every element, and
+    // this one behaves as if it had written what the memory holds; any bits are an element.
+    unsafe {
+        std::arch::asm!("/* {} */", in(reg) start, options(nostack, preserves_flags));
+        buffer.set_len(len);
+    }
+    buffer
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn unspecified<T: Element>(len: usize) -> Vec<T> {
+    bytemuck::allocation::zeroed_vec(len)
+}
+
 impl Backend for Cpu {
     type Memory = Host;
 
@@ -96,7 +115,7 @@ impl Backend for Cpu {
         Ok(groups.clone())
     }
     fn empty<T: Element>(&self, len: usize) -> Result<Vec<T>, Error> {
-        Ok(bytemuck::allocation::zeroed_vec(len))
+        Ok(unspecified(len))
     }
     fn duplicate<T: Element>(&self, x: &[T]) -> Result<Vec<T>, Error> {
         Ok(x.to_vec())

@@ -80,7 +80,7 @@ const RUN_BLOCKS: usize = 4;
 
 /// Blocks of a run, so that there are some runs for each thread. No result depends on it.
 fn run_blocks(blocks: usize) -> usize {
-    (blocks / (4 * rayon::current_num_threads())).clamp(1, RUN_BLOCKS)
+    (blocks / (2 * rayon::current_num_threads())).clamp(1, RUN_BLOCKS)
 }
 
 /// `len` rows in runs of whole blocks, about equally long.

@@ -261,6 +261,19 @@ fn pack_row(codes: __m512i) -> __m128i {
     _mm512_cvtepi64_epi8(_mm512_or_si512(codes, _mm512_srli_epi64::<28>(codes)))
 }
 
+/// Eight bytes each of one or two neighbouring blocks.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn store_codes(bytes: [__m128i; 2], out: &mut [u8]) {
+    // SAFETY: sixteen or eight bytes.
+    unsafe {
+        match out.len() == BLOCK {
+            true => _mm_storeu_si128(out.as_mut_ptr().cast(), _mm_unpacklo_epi64(bytes[0], bytes[1])),
+            false => _mm_storel_epi64(out[..BLOCK / 2].as_mut_ptr().cast(), bytes[0]),
+        }
+    }
+}
+
 /// Sixteen bytes, one of each lane.
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -560,12 +573,8 @@ pub(super) fn quantize_square_tiles(
                     let v = _mm512_mul_ps(widen(values[half]), _mm512_set1_ps(m[half][pair]));
                     bytes[half] = pack_row(nearest(v));
                 }
-                let mut both = [0; BLOCK];
-                // SAFETY: sixteen bytes.
-                unsafe { _mm_storeu_si128(both.as_mut_ptr().cast(), _mm_unpacklo_epi64(bytes[0], bytes[1])) };
                 let at = row * blocks + block;
-                codes[at * (BLOCK / 2)..(at + halves) * (BLOCK / 2)]
-                    .copy_from_slice(&both[..halves * (BLOCK / 2)]);
+                store_codes(bytes, &mut codes[at * (BLOCK / 2)..(at + halves) * (BLOCK / 2)]);
                 for half in 0..halves {
                     let finite = bad[half] >> pair & 1 == 0;
                     scales[at + half] = if finite { s[half][pair] } else { e4m3::NAN };

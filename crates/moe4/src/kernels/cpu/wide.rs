@@ -15,6 +15,12 @@ pub(super) trait Wide: Copy {
     fn load(v: &[f32]) -> Self;
     /// To the first sixteen of `out`.
     fn store(self, out: &mut [f32]);
+    /// The same for what is not read soon: past the caches, if `out` starts with a line. [`Wide::finish`] comes after the last.
+    fn stream(self, out: &mut [f32]) {
+        self.store(out);
+    }
+    /// Makes what was streamed visible to other threads as usual.
+    fn finish() {}
     /// The first sixteen of `v`.
     fn widen(v: &[bf16]) -> Self;
     /// To the first sixteen of `out`, ties to even.
@@ -220,6 +226,20 @@ mod x86 {
             let out = &mut out[..BLOCK];
             // SAFETY: see `Register`; sixteen elements.
             unsafe { _mm512_storeu_ps(out.as_mut_ptr(), self.0) }
+        }
+        #[inline(always)]
+        fn stream(self, out: &mut [f32]) {
+            let out = &mut out[..BLOCK];
+            match out.as_ptr().addr().is_multiple_of(64) {
+                // SAFETY: see `Register`; sixteen elements, aligned. The caller calls `finish`.
+                true => unsafe { _mm512_stream_ps(out.as_mut_ptr(), self.0) },
+                false => self.store(out),
+            }
+        }
+        #[inline(always)]
+        fn finish() {
+            // SAFETY: every x86-64 processor has the instruction.
+            unsafe { _mm_sfence() }
         }
         #[inline(always)]
         fn widen(v: &[bf16]) -> Self {
