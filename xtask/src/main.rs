@@ -2,10 +2,12 @@
 //!
 //! - `check`: everything the continuous integration checks, in the same order.
 //! - `kernels`: only the CUDA kernels, compiled for every architecture; with `--bless` it records what they need.
+//! - `bench`: the CPU's shapes of `moe4 bench` with PyTorch beside it, recorded; what follows goes to `moe4 bench`.
 //! - `layers`: only the rules on which module and which crate may use which (fast).
 
 #![forbid(unsafe_code)]
 
+mod bench;
 mod check;
 mod kernels;
 mod layers;
@@ -21,6 +23,7 @@ tasks:
   check             format, layers, clippy, kernels, docs, tests, doc tests
   kernels           compile the CUDA kernels for every architecture, no GPU needed
   kernels --bless   and record the registers and memory that they need
+  bench [ARGS]      moe4 bench on the CPU beside PyTorch, which it installs, recorded in bench/record
   layers            which module and which crate may use which";
 
 fn main() -> ExitCode {
@@ -29,6 +32,7 @@ fn main() -> ExitCode {
         ["check"] => check::run(&repository_root()),
         ["kernels"] => kernels::run(&repository_root(), false),
         ["kernels", "--bless"] => kernels::run(&repository_root(), true),
+        ["bench", ..] => bench::run(&repository_root(), &arguments[1..]),
         ["layers"] => layers::run(&repository_root()),
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}");

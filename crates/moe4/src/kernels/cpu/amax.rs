@@ -1,6 +1,8 @@
 //! Largest magnitudes, before and after the RHT.
 
-use super::isa::{Isa, Kind, multiversion};
+#[cfg(target_arch = "x86_64")]
+use super::isa::Kind;
+use super::isa::{Isa, multiversion};
 use super::parallel::reduce_max;
 #[cfg(target_arch = "x86_64")]
 use super::quantize_avx512;

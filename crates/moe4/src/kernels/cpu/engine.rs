@@ -8,6 +8,7 @@
 
 #[cfg(target_arch = "x86_64")]
 use super::amx::{Configured, DEPTH, LANES, Tile};
+#[cfg(target_arch = "x86_64")]
 use super::gemm::PANEL;
 use super::isa::Isa;
 use super::matrix::{Matrix, pack};

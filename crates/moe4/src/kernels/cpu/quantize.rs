@@ -1,6 +1,8 @@
 //! Quantization with given amaxes, in both directions, and of weights.
 
-use super::isa::{Isa, Kind, multiversion};
+#[cfg(target_arch = "x86_64")]
+use super::isa::Kind;
+use super::isa::{Isa, multiversion};
 use super::parallel::{carve, carve_optional, carve_rows};
 #[cfg(target_arch = "x86_64")]
 use super::quantize_avx512;
@@ -175,6 +177,7 @@ fn quantize_rows(
     codes: &mut [u8],
     scales: &mut [u8],
 ) {
+    debug_assert!(x.len().is_multiple_of(cols) && x.len() <= BLOCK * cols);
     match isa.kind() {
         // SAFETY: this kind exists only where detection found AVX-512.
         #[cfg(target_arch = "x86_64")]

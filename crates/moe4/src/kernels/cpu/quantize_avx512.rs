@@ -452,6 +452,7 @@ pub(super) fn quantize_columns(
     let bad = not_finite(amax);
     let (scale, multiplier) = Scaler::new(global).of(amax);
     let mut halves = [_mm512_setzero_si512(); 2];
+    #[allow(clippy::manual_map, reason = "`map` is not compiled for AVX-512")]
     let words = match random {
         Some((stream, position)) => Some(draws(stream, position)),
         None => None,

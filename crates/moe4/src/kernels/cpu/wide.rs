@@ -3,7 +3,6 @@
 //! The array's loops are short enough to vectorize one operation at a time; a whole activation in one loop is not.
 
 use crate::kernels::activation::{ActivationFn, Evaluated};
-use crate::numerics::math::Real;
 use crate::numerics::{BLOCK, bf16 as bf};
 use half::bf16;
 
@@ -84,8 +83,8 @@ pub(super) use x86::Register;
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{ActivationFn, BLOCK, Evaluated, Real, Wide, bf16};
-    use crate::numerics::math::{self, ROUND, Single};
+    use super::{ActivationFn, BLOCK, Evaluated, Wide, bf16};
+    use crate::numerics::math::{self, ROUND, Real, Single};
     use std::arch::x86_64::*;
     use std::ops::{Add, Div, Mul, Sub};
 
