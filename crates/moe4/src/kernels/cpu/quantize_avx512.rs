@@ -453,10 +453,7 @@ pub(super) fn quantize_columns(
     let (scale, multiplier) = Scaler::new(global).of(amax);
     let mut halves = [_mm512_setzero_si512(); 2];
     #[allow(clippy::manual_map, reason = "`map` is not compiled for AVX-512")]
-    let words = match random {
-        Some((stream, position)) => Some(draws(stream, position)),
-        None => None,
-    };
+    let words = random.map(|(stream, position)| draws(stream, position));
     // From the last row to the first, so that a shift makes room for the next.
     for (half, out) in halves.iter_mut().enumerate() {
         for i in (0..8).rev() {
