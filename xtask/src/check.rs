@@ -5,7 +5,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
@@ -175,6 +175,17 @@ fn execute_counting(command: &mut Command, runner: Runner, totals: &mut Totals) 
         bail!("{} ended with {status}", shown(command));
     }
     Ok(())
+}
+
+/// Runs a program, passes its standard output on and reads closing lines of tests on the way.
+pub(crate) fn count_output(command: &mut Command, totals: &mut Totals) -> Result<ExitStatus> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let mut child =
+        command.stdout(Stdio::piped()).spawn().with_context(|| format!("could not start {program}"))?;
+    if let Some(stream) = child.stdout.take() {
+        forward(stream, &mut std::io::stdout(), totals)?;
+    }
+    Ok(child.wait()?)
 }
 
 fn forward(from: impl Read, to: &mut impl Write, totals: &mut Totals) -> Result<()> {

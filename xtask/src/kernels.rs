@@ -6,28 +6,29 @@
 //! the backend does.
 //!
 //! ```text
-//! stamp = requirements, written after the installation ended well
-//! if target/kernels-venv/stamp differs: remove the folder, python3 -m venv, pip install, write the stamp
+//! provide target/kernels-venv, see the module venv
 //! cargo run -p moe4-cuda --example compile_check -- --nvrtc <folder> --table <resources.md> [--bless]
 //! ```
 
 use std::ffi::OsStr;
 use std::fs;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
+use crate::venv;
+
 const REQUIREMENTS: &str = "xtask/kernels-requirements.txt";
 const TABLE: &str = "crates/moe4-cuda/kernels/resources.md";
-const PYTHON: &str = "python3";
 
 /// Checks the kernels of the repository at `root`, or with `bless` records what they need.
 pub(crate) fn run(root: &Path, bless: bool) -> Result<()> {
     let environment = root.join("target/kernels-venv");
     let requirements = root.join(REQUIREMENTS);
-    provide(&environment, &requirements, OsStr::new(PYTHON))?;
+    let hint = "the wheels come from the Python package index that pip is configured for and exist for Linux on \
+                x86-64 and AArch64; see pip's message above";
+    venv::provide(&environment, &requirements, OsStr::new(venv::PYTHON), &["--require-hashes"], hint)?;
     let nvrtc = nvrtc_folder(&environment)?;
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(root).args(["run", "--package", "moe4-cuda", "--example", "compile_check", "--"]);
@@ -40,38 +41,6 @@ pub(crate) fn run(root: &Path, bless: bool) -> Result<()> {
         bail!("the kernels' check ended with {status}; `cargo xtask kernels` repeats it alone");
     }
     Ok(())
-}
-
-/// Makes the virtual environment unless it holds exactly what the requirements say.
-fn provide(environment: &Path, requirements: &Path, python: &OsStr) -> Result<()> {
-    let wanted =
-        fs::read_to_string(requirements).with_context(|| format!("reading {}", requirements.display()))?;
-    let stamp = environment.join("stamp");
-    if fs::read_to_string(&stamp).is_ok_and(|installed| installed == wanted) {
-        return Ok(());
-    }
-    // Also one that was left half made: without a stamp nothing in it counts.
-    match fs::remove_dir_all(environment) {
-        Err(error) if error.kind() != ErrorKind::NotFound => {
-            return Err(error).with_context(|| format!("removing {}", environment.display()));
-        }
-        _ => {}
-    }
-    println!("kernels: making {}", environment.display());
-    execute(
-        Command::new(python).args(["-m", "venv"]).arg(environment),
-        "this task installs its compiler with Python 3 and its venv module (on Debian: python3-venv)",
-    )?;
-    println!("kernels: installing {}", requirements.display());
-    execute(
-        Command::new(environment.join("bin/python"))
-            .args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"])
-            .args(["--require-hashes", "--requirement"])
-            .arg(requirements),
-        "the wheels come from the Python package index that pip is configured for and exist for Linux on x86-64 and \
-         AArch64; see pip's message above",
-    )?;
-    fs::write(&stamp, wanted).with_context(|| format!("writing {}", stamp.display()))
 }
 
 /// The folder of NVRTC below a virtual environment, wherever the wheel puts it.
@@ -99,54 +68,11 @@ fn find_nvrtc(folder: &Path) -> Option<PathBuf> {
     entries.iter().filter(|path| path.is_dir() && !path.is_symlink()).find_map(|path| find_nvrtc(path))
 }
 
-fn execute(command: &mut Command, hint: &str) -> Result<()> {
-    let program = command.get_program().to_string_lossy().into_owned();
-    match command.stdin(Stdio::null()).status() {
-        Ok(status) if status.success() => Ok(()),
-        Ok(status) => {
-            let arguments: Vec<_> = command.get_args().map(OsStr::to_string_lossy).collect();
-            bail!("`{program} {}` ended with {status}: {hint}", arguments.join(" "))
-        }
-        Err(error) if error.kind() == ErrorKind::NotFound => bail!("{program} is not installed: {hint}"),
-        Err(error) => bail!("could not start {program}: {error}: {hint}"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use std::ffi::OsStr;
     use std::fs;
 
-    use super::{find_nvrtc, nvrtc_folder, provide};
-
-    #[test]
-    fn a_stamped_environment_is_kept_and_any_other_made_anew() {
-        let root = tempfile::tempdir().unwrap();
-        let (environment, requirements) = (root.path().join("venv"), root.path().join("requirements.txt"));
-        // No such program: whatever needs Python fails, and says so.
-        let provide = || provide(&environment, &requirements, OsStr::new("no-such-python"));
-        fs::write(&requirements, "wheel==1").unwrap();
-        let message = provide().unwrap_err().to_string();
-        assert!(message.contains("no-such-python is not installed"), "{message}");
-
-        fs::create_dir_all(&environment).unwrap();
-        fs::write(environment.join("stamp"), "wheel==1").unwrap();
-        provide().unwrap();
-
-        fs::write(&requirements, "wheel==2").unwrap();
-        provide().unwrap_err();
-        assert!(!environment.exists(), "what was installed before must not stay");
-    }
-
-    #[test]
-    fn a_command_that_fails_is_named_with_its_hint() {
-        let root = tempfile::tempdir().unwrap();
-        let requirements = root.path().join("requirements.txt");
-        fs::write(&requirements, "wheel==1").unwrap();
-        let error = provide(&root.path().join("venv"), &requirements, OsStr::new("false")).unwrap_err();
-        let message = error.to_string();
-        assert!(message.contains("`false -m venv") && message.contains("python3-venv"), "{message}");
-    }
+    use super::{find_nvrtc, nvrtc_folder};
 
     #[test]
     fn the_library_is_found_at_any_depth() {

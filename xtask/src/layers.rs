@@ -36,6 +36,7 @@ const CRATES: &[(&str, &[&str])] = &[
     ("moe4-conformance", &["moe4"]),
     ("moe4-lm", &["moe4"]),
     ("moe4-cli", &["moe4", "moe4-lm", "moe4-cuda"]),
+    ("moe4-python", &["moe4", "moe4-cuda"]),
 ];
 
 /// Crates that may name only some modules of the library.
@@ -43,10 +44,17 @@ const CRATE_MODULES: &[(&str, &[&str])] = &[("moe4-cuda", &["numerics", "tensor"
 
 /// Checks the repository at `root`; the error lists every arrow that points the wrong way.
 pub(crate) fn run(root: &Path) -> Result<()> {
-    let crates = root.join("crates");
+    let mut folders: Vec<(PathBuf, String)> = subfolders(&root.join("crates"))?
+        .into_iter()
+        .map(|folder| (folder.clone(), file_name(&folder)))
+        .collect();
+    let bindings = root.join("bindings");
+    if bindings.is_dir() {
+        let named = |folder: PathBuf| (folder.clone(), format!("moe4-{}", file_name(&folder)));
+        folders.extend(subfolders(&bindings)?.into_iter().map(named));
+    }
     let mut violations = Vec::new();
-    for folder in subfolders(&crates)? {
-        let name = file_name(&folder);
+    for (folder, name) in folders {
         check_manifest(&folder, &name, &mut violations)?;
         let source_root = folder.join("src");
         for file in rust_files(&source_root)? {
@@ -272,5 +280,11 @@ mod tests {
         fs::write(&manifest, "[target.'cfg(unix)'.dependencies]\nmoe4-lm = '1'\n").unwrap();
         let message = run(root.path()).unwrap_err().to_string();
         assert!(message.contains("moe4 depends on moe4-lm"), "{message}");
+        fs::write(&manifest, "").unwrap();
+        let bindings = root.path().join("bindings/python");
+        fs::create_dir_all(bindings.join("src")).unwrap();
+        fs::write(bindings.join("Cargo.toml"), "[dependencies]\nmoe4 = '1'\nmoe4-cli = '1'\n").unwrap();
+        let message = run(root.path()).unwrap_err().to_string();
+        assert!(message.contains("moe4-python depends on moe4-cli"), "{message}");
     }
 }

@@ -3,6 +3,7 @@
 //! - `check`: everything the continuous integration checks, in the same order.
 //! - `kernels`: only the CUDA kernels, compiled for every architecture; with `--bless` it records what they need.
 //! - `bench`: the CPU's shapes of `moe4 bench` with PyTorch beside it, recorded; what follows goes to `moe4 bench`.
+//! - `python`: only the Python package, built and tested.
 //! - `layers`: only the rules on which module and which crate may use which (fast).
 
 #![forbid(unsafe_code)]
@@ -12,7 +13,9 @@ mod check;
 mod kernels;
 mod layers;
 mod paths;
+mod python;
 mod totals;
+mod venv;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -24,6 +27,7 @@ tasks:
   kernels           compile the CUDA kernels for every architecture, no GPU needed
   kernels --bless   and record the registers and memory that they need
   bench [ARGS]      moe4 bench on the CPU beside PyTorch, which it installs, recorded in bench/record
+  python            build the Python package and run its tests; installs torch (5 GB)
   layers            which module and which crate may use which";
 
 fn main() -> ExitCode {
@@ -33,6 +37,7 @@ fn main() -> ExitCode {
         ["kernels"] => kernels::run(&repository_root(), false),
         ["kernels", "--bless"] => kernels::run(&repository_root(), true),
         ["bench", ..] => bench::run(&repository_root(), &arguments[1..]),
+        ["python"] => python::run(&repository_root(), &mut totals::Totals::default()),
         ["layers"] => layers::run(&repository_root()),
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}");

@@ -3,6 +3,7 @@
 //! ```text
 //! test result: ok. 12 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.01s
 //!      Summary [   1.204s] 12 tests run: 11 passed (1 slow), 1 failed, 1 skipped
+//! 2 failed, 147 passed, 3 skipped, 14 warnings in 61.20s (0:01:01)
 //! ```
 
 use std::fmt;
@@ -18,7 +19,10 @@ impl Totals {
     /// Adds the counts of `line` if it is a closing line; any other line counts nothing.
     pub(crate) fn read_line(&mut self, line: &str) {
         let line = line.trim_start();
-        if !(line.starts_with("test result:") || line.starts_with("Summary [")) {
+        // pytest's line starts with a count and ends with a time.
+        let pytest = line.starts_with(|c: char| c.is_ascii_digit())
+            && line.split(" in ").nth(1).is_some_and(|time| time.trim_end().ends_with(['s', ')']));
+        if !(line.starts_with("test result:") || line.starts_with("Summary [") || pytest) {
             return;
         }
         // A count is a number with its word behind it: "11 passed".
@@ -28,7 +32,7 @@ impl Totals {
             let Ok(count) = pair[0].parse::<u64>() else { continue };
             match pair[1] {
                 "passed" => self.passed += count,
-                "failed" | "timed" | "exec" => self.failed += count,
+                "failed" | "timed" | "exec" | "error" | "errors" => self.failed += count,
                 "ignored" | "skipped" => self.skipped += count,
                 _ => {}
             }
@@ -60,6 +64,18 @@ mod tests {
             "test result: FAILED. 2 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.01s",
         ]);
         assert_eq!(totals, Totals { passed: 14, failed: 1, skipped: 1 });
+    }
+
+    #[test]
+    fn pytest_lines_add_up() {
+        let totals = read(&[
+            "tests/test_a.py:3: 4 passed",
+            "4 passed",
+            "0.62s call     tests/test_a.py::test_b",
+            "2 failed, 147 passed, 3 skipped, 14 warnings in 61.20s (0:01:01)",
+            "1 passed, 1 error in 0.62s",
+        ]);
+        assert_eq!(totals, Totals { passed: 148, failed: 3, skipped: 3 });
     }
 
     #[test]

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod convert;
 mod cuda;
 mod doctor;
 mod options;
@@ -44,6 +45,8 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Quantize the 2-D tensors of a safetensors file to NVFP4.
     Quantize(quantize::QuantizeArgs),
+    /// Convert the expert weights of a model between BF16 and NVFP4 formats of other programs.
+    Convert(convert::ConvertArgs),
     /// Run the grouped MLP, forward and backward, on captured tensors.
     Replay(replay::ReplayArgs),
 }
@@ -59,6 +62,7 @@ fn main() -> ExitCode {
         Command::Plan(args) => plan::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Quantize(args) => quantize::run(args),
+        Command::Convert(args) => convert::run(args),
         Command::Replay(args) => replay::run(args),
     };
     match result {

@@ -2,6 +2,7 @@
 
 mod bench;
 mod common;
+mod convert;
 mod doctor;
 mod how_it_works;
 mod plan;

@@ -22,6 +22,15 @@ fn make_examples(space: &Workspace) {
     let wave = |n: usize| (0..n).map(|index| bf16::from_f32((index as f32 * 0.3).sin())).collect::<Vec<_>>();
     space.write("weights.safetensors", "w", Dtype::BF16, &[32, 32], &wave(1024));
     space.write("acts.safetensors", "x", Dtype::BF16, &[8, 32], &wave(256));
+    let experts = [("gate_proj", [16, 32]), ("up_proj", [16, 32]), ("down_proj", [32, 16])];
+    let named = |(name, shape): &(&str, [usize; 2])| {
+        TensorSpec::new(format!("layers.0.mlp.experts.0.{name}.weight"), Dtype::BF16, shape)
+    };
+    let specs: Vec<_> = experts.iter().map(named).collect();
+    let mut writer =
+        TensorWriter::create(space.path("model.safetensors"), &specs, &[]).expect("a writable file");
+    specs.iter().for_each(|spec| writer.write(&spec.name, &wave(512)).expect("a writable file"));
+    writer.finish().expect("a writable file");
     let bf16s = [("x", &[8, 32][..]), ("w1", &[3, 32, 32]), ("w2", &[3, 32, 16]), ("dy", &[8, 32])];
     let mut specs: Vec<_> =
         bf16s.iter().map(|(name, shape)| TensorSpec::new(*name, Dtype::BF16, shape)).collect();

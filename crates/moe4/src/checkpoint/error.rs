@@ -117,6 +117,30 @@ pub enum CheckpointError {
         /// What came.
         given: String,
     },
+    /// A folder that is no model, or whose index and files disagree.
+    #[error("{}: {problem}", path.display())]
+    BadModel {
+        /// The folder or file.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
+    /// The weights of a layer's experts are incomplete, inconsistent or damaged.
+    #[error("tensor '{name}' in {}: {problem}", path.display())]
+    BadExperts {
+        /// The file, or the model if no file has the tensor.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// What is wrong.
+        problem: String,
+    },
+    /// The caller asked to stop; nothing was left behind.
+    #[error("interrupted at tensor '{name}'; nothing was written")]
+    Interrupted {
+        /// The tensor that would have been next.
+        name: String,
+    },
     /// Declared tensors were never written.
     #[error("cannot finish {}: not written yet: {}", path.display(), list(names))]
     Unwritten {

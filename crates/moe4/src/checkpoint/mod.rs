@@ -9,6 +9,9 @@
 //!   target. Only [`TensorWriter::finish`] gives it the target's name, so that a reader sees the old file or the
 //!   whole new one; on any failure the temporary file is removed.
 //!
+//! - [`ModelFiles`] opens a whole model, shards included; [`ExpertLayer`] finds the experts in it, in the names and
+//!   formats of other programs, and [`convert`] takes them from one format to another.
+//!
 //! Every error of this module names the file and the tensor, what was expected and what was found.
 //!
 //! Files are read rather than memory-mapped: a mapping of a file that another process truncates ends the program
@@ -16,16 +19,22 @@
 
 #![forbid(unsafe_code)]
 
+mod convert;
 mod element;
 mod error;
+mod experts;
+mod model;
 mod reader;
 mod writer;
 
 #[cfg(test)]
 mod tests;
 
+pub use convert::{ConvertProgress, Converted, convert};
 pub use element::Element;
 pub use error::CheckpointError;
+pub use experts::{ExpertFormat, ExpertLayer, Projection, StoredNvfp4};
+pub use model::ModelFiles;
 pub use reader::{TensorFile, TensorInfo};
 pub use safetensors::Dtype;
 pub use writer::{TensorSpec, TensorWriter};

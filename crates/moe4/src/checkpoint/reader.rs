@@ -171,7 +171,69 @@ impl TensorFile {
     /// [`CheckpointError::MissingTensor`]; [`CheckpointError::WrongDtype`] if the tensor's dtype is none of
     /// `T::DTYPES`; [`CheckpointError::Read`] if the system refuses.
     pub fn read<T: Element>(&mut self, name: &str) -> Result<Vec<T>, CheckpointError> {
+        self.check::<T>(name, None)?;
         let info = self.info(name)?;
+        // The header was checked against the file's length, so this product is bounded by it.
+        let mut values = vec![T::zeroed(); info.shape.iter().product()];
+        let start = info.start;
+        self.read_at(start, bytemuck::cast_slice_mut(&mut values))?;
+        Ok(values)
+    }
+
+    /// Reads the bytes of a tensor of any dtype.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::MissingTensor`]; [`CheckpointError::Read`] if the system refuses.
+    pub fn read_bytes(&mut self, name: &str) -> Result<Vec<u8>, CheckpointError> {
+        let info = self.info(name)?;
+        let bits = info.shape.iter().product::<usize>() * info.dtype.bitsize();
+        let (mut bytes, start) = (vec![0; bits / 8], info.start);
+        self.read_at(start, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Reads one of the equal parts that the first dimension cuts a tensor into, such as one expert.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`TensorFile::read_shaped`].
+    ///
+    /// # Panics
+    ///
+    /// If there is no such part.
+    pub fn read_part<T: Element>(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        part: usize,
+    ) -> Result<Vec<T>, CheckpointError> {
+        self.check::<T>(name, Some(shape))?;
+        let info = self.info(name)?;
+        assert!(part < shape[0], "part {part} of {}", shape[0]);
+        let len: usize = shape[1..].iter().product();
+        let (mut values, start) = (vec![T::zeroed(); len], info.start + (part * len * size_of::<T>()) as u64);
+        self.read_at(start, bytemuck::cast_slice_mut(&mut values))?;
+        Ok(values)
+    }
+
+    fn read_at(&mut self, start: u64, bytes: &mut [u8]) -> Result<(), CheckpointError> {
+        self.file
+            .seek(SeekFrom::Start(start))
+            .and_then(|_| self.file.read_exact(bytes))
+            .map_err(|source| CheckpointError::Read { path: self.path.clone(), source })
+    }
+
+    fn check<T: Element>(&self, name: &str, shape: Option<&[usize]>) -> Result<(), CheckpointError> {
+        let info = self.info(name)?;
+        if let Some(expected) = shape.filter(|&shape| info.shape != shape) {
+            return Err(CheckpointError::WrongShape {
+                path: self.path.clone(),
+                name: name.into(),
+                expected: expected.to_vec(),
+                actual: info.shape.clone(),
+            });
+        }
         if !T::DTYPES.contains(&info.dtype) {
             return Err(CheckpointError::WrongDtype {
                 path: self.path.clone(),
@@ -180,14 +242,7 @@ impl TensorFile {
                 actual: info.dtype,
             });
         }
-        // The header was checked against the file's length, so this product is bounded by it.
-        let mut values = vec![T::zeroed(); info.shape.iter().product()];
-        let start = info.start;
-        self.file
-            .seek(SeekFrom::Start(start))
-            .and_then(|_| self.file.read_exact(bytemuck::cast_slice_mut(&mut values)))
-            .map_err(|source| CheckpointError::Read { path: self.path.clone(), source })?;
-        Ok(values)
+        Ok(())
     }
 
     /// Reads a tensor that must have a given shape.
@@ -200,15 +255,7 @@ impl TensorFile {
         name: &str,
         shape: &[usize],
     ) -> Result<Vec<T>, CheckpointError> {
-        let actual = &self.info(name)?.shape;
-        if actual != shape {
-            return Err(CheckpointError::WrongShape {
-                path: self.path.clone(),
-                name: name.into(),
-                expected: shape.to_vec(),
-                actual: actual.clone(),
-            });
-        }
+        self.check::<T>(name, Some(shape))?;
         self.read(name)
     }
 }

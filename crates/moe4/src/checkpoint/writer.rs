@@ -98,22 +98,40 @@ impl TensorWriter {
     /// number of elements, or was written before; [`CheckpointError::Write`] if the system refuses, for example
     /// because the disk is full.
     pub fn write<T: Element>(&mut self, name: &str, data: &[T]) -> Result<(), CheckpointError> {
+        let given = || format!("{} elements of {:?}", data.len(), T::DTYPES);
+        self.write_if(name, bytemuck::cast_slice(data), |dtype| T::DTYPES.contains(&dtype), given)
+    }
+
+    /// [`write`](Self::write) for a tensor of any dtype, as its bytes.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`write`](Self::write).
+    pub fn write_bytes(&mut self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
+        self.write_if(name, bytes, |_| true, || format!("{} bytes", bytes.len()))
+    }
+
+    fn write_if(
+        &mut self,
+        name: &str,
+        bytes: &[u8],
+        fits: impl Fn(Dtype) -> bool,
+        given: impl Fn() -> String,
+    ) -> Result<(), CheckpointError> {
         let path = &self.target;
-        let bytes: &[u8] = bytemuck::cast_slice(data);
         let mismatch = |declared: String, given: String| CheckpointError::DataMismatch {
             path: path.clone(),
             name: name.into(),
             declared,
             given,
         };
-        let given = || format!("{} elements of {:?}", data.len(), T::DTYPES);
         let Some(slot) = self.tensors.get_mut(name) else {
             return Err(mismatch("nothing".into(), given()));
         };
         if slot.written {
             return Err(mismatch("one tensor".into(), "a second one".into()));
         }
-        if !T::DTYPES.contains(&slot.spec.dtype) || bytes.len() as u64 != slot.bytes {
+        if !fits(slot.spec.dtype) || bytes.len() as u64 != slot.bytes {
             return Err(mismatch(format!("{} {:?}", slot.spec.dtype, slot.spec.shape), given()));
         }
         self.temporary

@@ -10,6 +10,7 @@ mod contract_work;
 #[cfg(feature = "cpu")]
 pub mod cpu;
 pub(crate) mod error;
+mod interruptible;
 mod ledger;
 mod memory;
 pub mod pages;
@@ -18,6 +19,7 @@ pub mod work;
 
 pub(crate) use error::expect_len;
 pub use error::{DeviceError, Error, Misuse, Unsupported};
+pub use interruptible::Interruptible;
 pub use ledger::{CallTimes, Entry, EpilogueAmax, Ledger, Marks, PassName};
 pub use memory::{Buffer, Element, Extent, Host, Memory, View, ViewMut};
 

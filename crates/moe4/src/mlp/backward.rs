@@ -1,17 +1,18 @@
 //! The backward: from `dy` to `dx`, the weights' and the probabilities' gradients.
 
 use super::config::{GradientRounding, Precision};
-use super::delayed::WgradInputs;
-use super::plan::{OperandPlan, Phase};
+use super::delayed::{BackwardTensors, DelayedWeightGrads, WgradOperands, WgradTensors, products, rebuilt_h};
+use super::plan::{OperandPlan, Phase, Plan};
 use super::quantize::{Amaxes, Copies, Grouped, quantize};
-use super::saved::{OwnedOperand, Saved};
+use super::saved::{OwnedOperand, Saved, SavedView};
 use super::trace::Trace;
-use super::{DelayedWeightGrads, GroupedMlp, WeightGrad};
+use super::{GroupedMlp, WeightGrad};
 use crate::kernels::contract::{GroupedBiasGrad, GroupedGemm, GroupedGemmDact, Operand, Side};
 use crate::kernels::error::{expect_len, require};
 use crate::kernels::{Backend, Buffer, Error, Extent, Memory, Misuse, View};
 use crate::numerics::rounding::{RandomStream, Rounding};
 use half::bf16;
+use std::sync::Arc;
 
 /// Inputs of a backward.
 pub struct BackwardArgs<'a, M: Memory> {
@@ -98,8 +99,8 @@ struct Started<M: Memory> {
     dc_copies: Copies<M>,
     /// The columnwise copy of `dy`; none in BF16.
     dy: Option<OwnedOperand<M>>,
-    /// What the weights' gradients read beside `dy` and `dc`, if they are wanted.
-    inputs: Option<WgradInputs<M>>,
+    /// `h` made again for the weights' gradients; none if it was saved or they are not wanted.
+    h: Option<OwnedOperand<M>>,
 }
 
 impl<M: Memory> Started<M> {
@@ -118,6 +119,16 @@ impl GroupedMlp {
         &self,
         backend: &B,
         saved: &Saved<B::Memory>,
+        args: BackwardArgs<'_, B::Memory>,
+    ) -> Result<Gradients<B::Memory>, Error> {
+        self.backward_view(backend, &saved.view(), args)
+    }
+
+    /// [`GroupedMlp::backward`] over saved tensors that the caller owns.
+    pub fn backward_view<B: Backend>(
+        &self,
+        backend: &B,
+        saved: &SavedView<'_, B::Memory>,
         mut args: BackwardArgs<'_, B::Memory>,
     ) -> Result<Gradients<B::Memory>, Error> {
         self.check_backward(backend, saved, &args.dy)?;
@@ -139,12 +150,21 @@ impl GroupedMlp {
         let dy = args.dy;
         let mut started = self.start(backend, saved, args)?;
         // Taken, so that they are gone before `dx` is there.
-        let (dy_copy, inputs) = (started.dy.take(), started.inputs.take());
-        if let (Some(dw), Some(inputs)) = (dw, &inputs) {
-            let dy = operand_or(&dy_copy, B::Memory::shorten(dy));
-            inputs.products(self, backend, [dy, started.columnwise_dc()], dw)?;
+        let (dy_copy, h_copy) = (started.dy.take(), started.h.take());
+        if let Some(dw) = dw {
+            let h = match &h_copy {
+                Some(h) => h.view(),
+                None => saved.h.operand().ok_or_else(|| not_saved("h"))?,
+            };
+            let operands = WgradOperands {
+                dy: operand_or(&dy_copy, B::Memory::shorten(dy)),
+                dc: started.columnwise_dc(),
+                x: saved.x.operand().ok_or_else(|| not_saved("x"))?,
+                h,
+            };
+            products(self, backend, saved.groups, operands, dw)?;
         }
-        drop((dy_copy, inputs));
+        drop((dy_copy, h_copy));
         started.gradients.dx = self.input_gradient(backend, saved, &started)?;
         Ok(started.gradients)
     }
@@ -164,6 +184,25 @@ impl GroupedMlp {
         saved: &Saved<B::Memory>,
         args: BackwardArgs<'_, B::Memory>,
     ) -> Result<DelayedBackward<B::Memory>, Error> {
+        let dy = args.dy;
+        let BackwardTensors { gradients, weights: tensors } =
+            self.backward_delayed_view(backend, &saved.view(), args)?;
+        let dy = match &tensors.dy {
+            Some(_) => None,
+            None => Some(backend.duplicate(dy)?),
+        };
+        let (x, h) = (Arc::clone(&saved.x), Arc::clone(&saved.h));
+        Ok(DelayedBackward { gradients, weights: DelayedWeightGrads { tensors, dy, x, h } })
+    }
+
+    /// [`GroupedMlp::backward_delayed`] over saved tensors that the caller owns. It keeps `x` and `h`, in BF16 precision
+    /// `dy` as well, for [`WgradTensors::run`]; `c` and the weights are not needed any more.
+    pub fn backward_delayed_view<B: Backend>(
+        &self,
+        backend: &B,
+        saved: &SavedView<'_, B::Memory>,
+        args: BackwardArgs<'_, B::Memory>,
+    ) -> Result<BackwardTensors<B::Memory>, Error> {
         self.check_backward(backend, saved, &args.dy)?;
         if args.dw.is_some() {
             let conflict = "expected no buffers for gradients that are computed later";
@@ -174,30 +213,29 @@ impl GroupedMlp {
                 "the forward was told that weights need no gradients, so none can be computed later";
             return Err(misuse("saved", conflict, "pass Needs with weights to forward, or call backward"));
         }
-        let dy = args.dy;
         let mut started = self.start(backend, saved, args)?;
         started.gradients.dx = self.input_gradient(backend, saved, &started)?;
-        let Started { gradients, dc, dc_copies, dy: dy_copy, inputs } = started;
-        let inputs = inputs.ok_or_else(|| not_saved("h"))?;
-        let dy = match dy_copy {
-            Some(copy) => copy,
-            None => OwnedOperand::Bf16(backend.duplicate(dy)?),
+        let Started { gradients, dc, dc_copies, dy, h } = started;
+        let weights = WgradTensors {
+            plan: Plan::clone(&saved.plan),
+            groups: saved.groups.clone(),
+            dy,
+            dc: dc_copies.columnwise.unwrap_or(OwnedOperand::Bf16(dc)),
+            h,
         };
-        let dc = dc_copies.columnwise.unwrap_or(OwnedOperand::Bf16(dc));
-        let weights = DelayedWeightGrads::new(self.clone(), inputs, dy, dc);
-        Ok(DelayedBackward { gradients, weights })
+        Ok(BackwardTensors { gradients, weights })
     }
 
     /// Everything but the last products, for arguments that were checked.
     fn start<B: Backend>(
         &self,
         backend: &B,
-        saved: &Saved<B::Memory>,
+        saved: &SavedView<'_, B::Memory>,
         args: BackwardArgs<'_, B::Memory>,
     ) -> Result<Started<B::Memory>, Error> {
         let BackwardArgs { dy, random, mut trace, dw: _ } = args;
         let dy = B::Memory::shorten(dy);
-        let (config, plan, groups) = (&self.config, &saved.plan, &saved.groups);
+        let (config, plan, groups) = (&self.config, &*saved.plan, saved.groups);
         let (t, experts) = (groups.rows(), config.experts);
         let (hidden, ffn, n1) = (config.hidden, config.ffn, config.fc1_rows());
         let Some((c, prob)) = &saved.c else {
@@ -207,7 +245,7 @@ impl GroupedMlp {
                 "pass other needs to forward",
             ));
         };
-        let (c, prob) = (B::Memory::view(c), B::Memory::view(prob));
+        let (c, prob) = (B::Memory::shorten(*c), B::Memory::shorten(*prob));
         let grouped_dy = Grouped { name: "dy", data: dy, cols: hidden, groups };
         let dy_rounding = random.rounding(config.gradient_rounding, 0);
         let dy_copies = quantize_gradient(backend, &plan.dy, &grouped_dy, None, dy_rounding, &mut trace)?;
@@ -246,12 +284,12 @@ impl GroupedMlp {
         drop(dh);
 
         let mut db2 = None;
-        if let Some(b2) = &saved.weights.w2.bias {
+        if let Some(b2) = saved.weights.w2.bias() {
             db2 = plan.needs.weights.then(|| backend.empty::<f32>(experts * hidden)).transpose()?;
             backend.grouped_bias_grad(GroupedBiasGrad {
                 dy: B::Memory::shorten(dy),
                 hidden,
-                b2: B::Memory::view(b2),
+                b2,
                 prob: B::Memory::shorten(prob),
                 groups,
                 dprob: B::Memory::view_mut(&mut dprob),
@@ -264,19 +302,16 @@ impl GroupedMlp {
         let dc_copies =
             quantize_gradient(backend, &plan.dc, &grouped_dc, dc_amaxes, dc_rounding, &mut trace)?;
 
-        let inputs = match plan.needs.weights {
-            true => Some(WgradInputs::new(backend, saved, h, &mut trace)?),
-            false => None,
-        };
+        let h = rebuilt_h(backend, saved, h, &mut trace)?;
         let gradients = Gradients { dx: None, dprob, db1, db2 };
-        Ok(Started { gradients, dc, dc_copies, dy: dy_copies.columnwise, inputs })
+        Ok(Started { gradients, dc, dc_copies, dy: dy_copies.columnwise, h })
     }
 
     /// `dx = dc · W1`, if asked for.
     fn input_gradient<B: Backend>(
         &self,
         backend: &B,
-        saved: &Saved<B::Memory>,
+        saved: &SavedView<'_, B::Memory>,
         started: &Started<B::Memory>,
     ) -> Result<Option<Buffer<B::Memory, bf16>>, Error> {
         if !saved.plan.needs.input {
@@ -288,7 +323,7 @@ impl GroupedMlp {
             w: saved.weights.w1.operand(),
             shape: self.weight_shapes()[0],
             side: Side::Dgrad,
-            groups: &saved.groups,
+            groups: saved.groups,
             bias: None,
             out: B::Memory::view_mut(&mut dx),
         })?;
@@ -298,7 +333,7 @@ impl GroupedMlp {
     fn check_backward<B: Backend>(
         &self,
         backend: &B,
-        saved: &Saved<B::Memory>,
+        saved: &SavedView<'_, B::Memory>,
         dy: &View<'_, B::Memory, bf16>,
     ) -> Result<(), Error> {
         let config = &self.config;

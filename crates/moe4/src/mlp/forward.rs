@@ -5,9 +5,9 @@ use super::plan::{Phase, SavedAs};
 use super::quantize::{Amaxes, Grouped, quantize};
 use super::saved::{OwnedOperand, Saved, SavedTensor};
 use super::trace::Trace;
-use super::weights::PreparedWeights;
+use super::weights::{PreparedWeights, WeightsView};
 use super::{GroupedMlp, Precision};
-use crate::kernels::contract::{Bias, GroupedGemm, GroupedGemmAct, Operand, Side};
+use crate::kernels::contract::{Bias, GroupedGemm, GroupedGemmAct, Operand, Side, WeightOperand};
 use crate::kernels::error::{expect_len, require};
 use crate::kernels::{Backend, Buffer, Error, Extent, Memory, Misuse, View};
 use crate::numerics::BLOCK;
@@ -40,6 +40,35 @@ pub struct Forward<M: Memory> {
     pub saved: Saved<M>,
 }
 
+/// Inputs of a forward over weights that the caller owns.
+pub struct ForwardViewArgs<'a, 'w, M: Memory> {
+    /// `[T, H]`, rows sorted by expert.
+    pub x: View<'a, M, bf16>,
+    /// `[T]`, the routing probability of each row.
+    pub prob: View<'a, M, f32>,
+    /// Rows of each expert.
+    pub groups: &'a M::Groups,
+    /// From [`PreparedWeights::view`], [`GroupedMlp::weights_nvfp4`] or [`GroupedMlp::weights_bf16`].
+    pub weights: &'a WeightsView<'w, M>,
+    /// Which gradients will be wanted.
+    pub needs: Needs,
+    /// Copies of intermediate tensors, if wanted.
+    pub trace: Option<&'a mut Trace>,
+}
+
+/// What [`GroupedMlp::forward_view`] returns: new tensors only, for a caller that keeps its inputs itself.
+#[derive(Debug)]
+pub struct ForwardTensors<M: Memory> {
+    /// `[T, H]`.
+    pub y: Buffer<M, bf16>,
+    /// `[T, N1]`, if there will be a backward.
+    pub c: Option<Buffer<M, bf16>>,
+    /// The columnwise copy of `x`, if the backward needs one. (In BF16 it needs `x` itself.)
+    pub x: SavedTensor<M>,
+    /// `h`, as [`Plan::saved_h`](super::Plan) says.
+    pub h: SavedTensor<M>,
+}
+
 const NEAREST: [Rounding; 2] = [Rounding::Nearest; 2];
 
 impl GroupedMlp {
@@ -49,7 +78,45 @@ impl GroupedMlp {
         backend: &B,
         args: ForwardArgs<'_, B::Memory>,
     ) -> Result<Forward<B::Memory>, Error> {
-        let ForwardArgs { x, prob, groups, weights, needs, mut trace } = args;
+        let ForwardArgs { x, prob, groups, weights, needs, trace } = args;
+        let view = weights.view();
+        let args = ForwardViewArgs {
+            x: B::Memory::shorten(x),
+            prob: B::Memory::shorten(prob),
+            groups,
+            weights: &view,
+            needs,
+            trace,
+        };
+        let ForwardTensors { y, c, x: saved_x, h } = self.forward_view(backend, args)?;
+        let plan = self.plan(needs);
+        let saved_x = match plan.saved_x {
+            SavedAs::Bf16 => SavedTensor::Bf16(backend.duplicate(x)?),
+            _ => saved_x,
+        };
+        let c = match c {
+            Some(c) => Some((c, backend.duplicate(prob)?)),
+            None => None,
+        };
+        let saved = Saved {
+            plan,
+            groups: groups.clone(),
+            weights: Arc::clone(weights),
+            x: Arc::new(saved_x),
+            h: Arc::new(h),
+            c,
+        };
+        Ok(Forward { y, saved })
+    }
+
+    /// [`GroupedMlp::forward`] for a caller that keeps inputs, weights and saved tensors itself, such as a framework
+    /// with an autograd of its own. [`GroupedMlp::saved_view`] puts the tensors together again for the backward.
+    pub fn forward_view<B: Backend>(
+        &self,
+        backend: &B,
+        args: ForwardViewArgs<'_, '_, B::Memory>,
+    ) -> Result<ForwardTensors<B::Memory>, Error> {
+        let ForwardViewArgs { x, prob, groups, weights, needs, mut trace } = args;
         let config = &self.config;
         let (t, experts) = (groups.rows(), config.experts);
         let (hidden, ffn, n1) = (config.hidden, config.ffn, config.fc1_rows());
@@ -89,7 +156,7 @@ impl GroupedMlp {
                 None => Operand::Bf16(B::Memory::shorten(x)),
             },
             w1: weights.w1.operand(),
-            b1: weights.w1.bias.as_ref().map(B::Memory::view),
+            b1: weights.w1.bias(),
             hidden,
             ffn,
             activation: config.activation,
@@ -122,11 +189,7 @@ impl GroupedMlp {
             shape: self.weight_shapes()[1],
             side: Side::Fprop,
             groups,
-            bias: weights
-                .w2
-                .bias
-                .as_ref()
-                .map(|b| Bias { bias: B::Memory::view(b), prob: Some(B::Memory::shorten(prob)) }),
+            bias: weights.w2.bias().map(|bias| Bias { bias, prob: Some(B::Memory::shorten(prob)) }),
             out: B::Memory::view_mut(&mut y),
         })?;
         if let Some(trace) = &mut trace {
@@ -135,7 +198,6 @@ impl GroupedMlp {
 
         let saved_x = match (plan.saved_x, x_copies.and_then(|c| c.columnwise)) {
             (SavedAs::Columnwise, Some(OwnedOperand::Nvfp4(q))) => SavedTensor::Columnwise(q),
-            (SavedAs::Bf16, _) => SavedTensor::Bf16(backend.duplicate(x)?),
             _ => SavedTensor::Nothing,
         };
         let saved_h = match (plan.saved_h, h_copies.and_then(|c| c.columnwise), h_amaxes) {
@@ -144,31 +206,20 @@ impl GroupedMlp {
             (SavedAs::Bf16, ..) => SavedTensor::Bf16(h),
             _ => SavedTensor::Nothing,
         };
-        let saved_c = match plan.saved_c {
-            true => Some((c, backend.duplicate(prob)?)),
-            false => None,
-        };
-        let saved = Saved {
-            plan,
-            groups: groups.clone(),
-            weights: Arc::clone(weights),
-            x: Arc::new(saved_x),
-            h: Arc::new(saved_h),
-            c: saved_c,
-        };
-        Ok(Forward { y, saved })
+        Ok(ForwardTensors { y, c: plan.saved_c.then_some(c), x: saved_x, h: saved_h })
     }
 }
 
 fn trace_weights<B: Backend>(
     backend: &B,
     trace: &mut Trace,
-    weights: &PreparedWeights<B::Memory>,
+    weights: &WeightsView<'_, B::Memory>,
     mlp: &GroupedMlp,
 ) -> Result<(), Error> {
-    let Some(packed) = weights.nvfp4() else { return Ok(()) };
     let experts = mlp.config.experts;
-    for ((name, q), shape) in ["w1", "w2"].into_iter().zip(packed).zip(mlp.weight_shapes()) {
+    let operands = [weights.w1.operand(), weights.w2.operand()];
+    for ((name, operand), shape) in ["w1", "w2"].into_iter().zip(operands).zip(mlp.weight_shapes()) {
+        let WeightOperand::Nvfp4 { packed: q, .. } = operand else { continue };
         trace.add(backend, format!("{name}_fp4"), &[experts, shape.n, shape.k / 2], q.codes)?;
         trace.add(backend, format!("{name}_scale"), &[experts, shape.n, shape.k / BLOCK], q.scales)?;
         trace.add(backend, format!("{name}_amax"), &[experts], q.amax)?;

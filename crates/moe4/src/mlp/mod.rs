@@ -31,18 +31,18 @@ pub use crate::kernels::activation::{
 pub use crate::kernels::contract::{GradBuffers, GradMode, WeightGrad, WeightShape};
 pub use backward::{BackwardArgs, DelayedBackward, Gradients, RandomSeed, WeightGrads};
 pub use config::{DcAmax, GradientRounding, GroupedMlpConfig, Needs, Precision};
-pub use delayed::DelayedWeightGrads;
-pub use forward::{Forward, ForwardArgs};
+pub use delayed::{BackwardTensors, DelayedWeightGrads, WgradParts, WgradTensors};
+pub use forward::{Forward, ForwardArgs, ForwardTensors, ForwardViewArgs};
 pub use plan::{AmaxSource, CopyPlan, OperandPlan, Phase, Plan, PlannedPass, SavedAs};
 pub use plan_work::SavedBytes;
-pub use saved::Saved;
+pub use saved::{Packed, Saved, SavedParts, SavedTensor, SavedTensorView, SavedView};
 pub use stash::{
     Arriving, InPlace, PageId, PageTable, PageTableStats, PagedSaved, PagedStash, PagedStashStats, Refusal,
     Refused, Stash, StashFull,
 };
 pub use trace::{Trace, TracedData, TracedTensor};
 pub use weight_cache::{StaleWeights, WeightCache};
-pub use weights::{Biases, PackedView, PreparedWeights, WeightSource};
+pub use weights::{Biases, PackedView, PreparedWeights, WeightSource, WeightsView};
 
 use crate::kernels::Error;
 

@@ -1,21 +1,26 @@
 //! What the backward needs, and nothing else.
 
+use super::GroupedMlp;
+use super::config::Needs;
 use super::plan::{Plan, SavedAs};
-use super::weights::PreparedWeights;
+use super::weights::{PackedView, PreparedWeights, WeightsView};
 use crate::kernels::contract::{Operand, Unpacked};
+use crate::kernels::error::expect_len;
 use crate::kernels::pages::{AnyBuffer, Live, Part};
-use crate::kernels::{Buffer, Element, Error, Memory, Misuse, View};
+use crate::kernels::{Buffer, Element, Error, Extent, Memory, Misuse, View};
 use crate::numerics::BLOCK;
-use crate::tensor::Nvfp4;
+use crate::tensor::{Nvfp4, OperandShape};
 use half::bf16;
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// A packed operand, owned.
 #[derive(Debug)]
-pub(super) struct Packed<M: Memory>(pub(super) Nvfp4<Buffer<M, u8>, Buffer<M, f32>>);
+pub struct Packed<M: Memory>(pub Nvfp4<Buffer<M, u8>, Buffer<M, f32>>);
 
 impl<M: Memory> Packed<M> {
-    pub(super) fn view(&self) -> Nvfp4<View<'_, M, u8>, View<'_, M, f32>> {
+    /// The same operand, borrowed.
+    pub fn view(&self) -> PackedView<'_, M> {
         Nvfp4 { codes: M::view(&self.0.codes), scales: M::view(&self.0.scales), amax: M::view(&self.0.amax) }
     }
 
@@ -65,16 +70,159 @@ pub struct Saved<M: Memory> {
     pub(super) c: Option<(Buffer<M, bf16>, Buffer<M, f32>)>,
 }
 
-/// One tensor in the form that the plan chose.
+/// One tensor in the form that the plan chose; see [`SavedAs`].
 #[derive(Debug)]
-pub(super) enum SavedTensor<M: Memory> {
+pub enum SavedTensor<M: Memory> {
+    /// Not needed.
     Nothing,
+    /// Codes `[cols, Tp/2]`, scales `[cols, Tp/16]`, amax `[E]`.
     Columnwise(Packed<M>),
+    /// `[E]`.
     Amax(Buffer<M, f32>),
+    /// `[T, cols]`.
     Bf16(Buffer<M, bf16>),
 }
 
+/// [`SavedTensor`], borrowed.
+pub enum SavedTensorView<'a, M: Memory> {
+    /// Not needed.
+    Nothing,
+    /// Codes `[cols, Tp/2]`, scales `[cols, Tp/16]`, amax `[E]`.
+    Columnwise(PackedView<'a, M>),
+    /// `[E]`.
+    Amax(View<'a, M, f32>),
+    /// `[T, cols]`.
+    Bf16(View<'a, M, bf16>),
+}
+
+/// What a backward reads, as tensors that the caller owns: parts for [`GroupedMlp::saved_view`].
+pub struct SavedParts<'a, M: Memory> {
+    /// Rows of each expert, those of the forward.
+    pub groups: &'a M::Groups,
+    /// Those of the forward.
+    pub weights: WeightsView<'a, M>,
+    /// `c [T, N1]`.
+    pub c: View<'a, M, bf16>,
+    /// `[T]`.
+    pub prob: View<'a, M, f32>,
+    /// `x [T, H]`, as [`Plan::saved_x`] says.
+    pub x: SavedTensorView<'a, M>,
+    /// `h [T, F]`, as [`Plan::saved_h`] says.
+    pub h: SavedTensorView<'a, M>,
+}
+
+/// [`Saved`], borrowed: what a backward reads.
+pub struct SavedView<'a, M: Memory> {
+    pub(super) plan: Cow<'a, Plan>,
+    pub(super) groups: &'a M::Groups,
+    pub(super) weights: WeightsView<'a, M>,
+    pub(super) x: SavedTensorView<'a, M>,
+    pub(super) h: SavedTensorView<'a, M>,
+    pub(super) c: Option<(View<'a, M, bf16>, View<'a, M, f32>)>,
+}
+
+impl<M: Memory> SavedView<'_, M> {
+    /// The plan that the backward will follow.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+}
+
+impl GroupedMlp {
+    /// What a forward with these needs left, put together from tensors that the caller kept.
+    ///
+    /// Errors name a tensor that the plan wants in another form or whose length does not fit.
+    pub fn saved_view<'a, M: Memory>(
+        &self,
+        needs: Needs,
+        parts: SavedParts<'a, M>,
+    ) -> Result<SavedView<'a, M>, Misuse> {
+        let SavedParts { groups, weights, c, prob, x, h } = parts;
+        let (kernel, config, plan) = ("saved_view", &self.config, self.plan(needs));
+        if !plan.saved_c {
+            return Err(Misuse::Conflict {
+                what: "needs",
+                conflict: "expected a forward with gradients, got Needs::NONE".into(),
+                fix: "pass the needs of the forward",
+            });
+        }
+        if groups.experts() != config.experts {
+            return Err(Misuse::Conflict {
+                what: "splits",
+                conflict: format!("expected {} experts, got {}", config.experts, groups.experts()),
+                fix: "give one split for each expert of the configuration",
+            });
+        }
+        weights.check(self)?;
+        expect_len(kernel, "c", &[groups.rows(), config.fc1_rows()], M::len(&c))?;
+        expect_len(kernel, "prob", &[groups.rows()], M::len(&prob))?;
+        x.check([kernel, "x"], plan.saved_x, groups, config.hidden)?;
+        h.check([kernel, "h"], plan.saved_h, groups, config.ffn)?;
+        Ok(SavedView { plan: Cow::Owned(plan), groups, weights, x, h, c: Some((c, prob)) })
+    }
+}
+
+impl<M: Memory> SavedTensorView<'_, M> {
+    /// The operand of a weight gradient that was saved as such.
+    pub(super) fn operand(&self) -> Option<Operand<'_, M>> {
+        match self {
+            SavedTensorView::Columnwise(q) => Some(Operand::<M>::Nvfp4(*q).shorten()),
+            SavedTensorView::Bf16(x) => Some(Operand::Bf16(M::shorten(*x))),
+            SavedTensorView::Nothing | SavedTensorView::Amax(_) => None,
+        }
+    }
+
+    fn form(&self) -> SavedAs {
+        match self {
+            SavedTensorView::Nothing => SavedAs::Nothing,
+            SavedTensorView::Columnwise(_) => SavedAs::Columnwise,
+            SavedTensorView::Amax(_) => SavedAs::Amax,
+            SavedTensorView::Bf16(_) => SavedAs::Bf16,
+        }
+    }
+
+    /// Form and lengths against the plan; `kernel` and `name` are for messages.
+    pub(super) fn check(
+        &self,
+        [kernel, name]: [&'static str; 2],
+        planned: SavedAs,
+        groups: &M::Groups,
+        cols: usize,
+    ) -> Result<(), Misuse> {
+        if self.form() != planned {
+            return Err(Misuse::Conflict {
+                what: name,
+                conflict: format!("expected it saved as {planned:?}, got {:?}", self.form()),
+                fix: "pass the tensors, the needs and the options of one forward",
+            });
+        }
+        match self {
+            SavedTensorView::Nothing => Ok(()),
+            SavedTensorView::Amax(amax) => expect_len(kernel, name, &[groups.experts()], M::len(amax)),
+            SavedTensorView::Bf16(x) => expect_len(kernel, name, &[groups.rows(), cols], M::len(x)),
+            SavedTensorView::Columnwise(q) => {
+                let shape = OperandShape { rows: cols, k: groups.padded_rows() };
+                expect_len(kernel, name, &[shape.code_bytes()], M::len(&q.codes))?;
+                expect_len(kernel, name, &[shape.scale_bytes()], M::len(&q.scales))?;
+                expect_len(kernel, name, &[groups.experts()], M::len(&q.amax))
+            }
+        }
+    }
+}
+
 impl<M: Memory> Saved<M> {
+    /// The same tensors, borrowed.
+    pub fn view(&self) -> SavedView<'_, M> {
+        SavedView {
+            plan: Cow::Borrowed(&self.plan),
+            groups: &self.groups,
+            weights: self.weights.view(),
+            x: self.x.view(),
+            h: self.h.view(),
+            c: self.c.as_ref().map(|(c, prob)| (M::view(c), M::view(prob))),
+        }
+    }
+
     /// The plan that the forward followed and the backward will follow.
     pub fn plan(&self) -> &Plan {
         &self.plan
@@ -174,12 +322,13 @@ fn bf16s<M: Memory>(parts: &mut impl Iterator<Item = AnyBuffer<M>>) -> Buffer<M,
 }
 
 impl<M: Memory> SavedTensor<M> {
-    /// The operand of a weight gradient that was saved as such.
-    pub(super) fn operand(&self) -> Option<Operand<'_, M>> {
+    /// The same tensor, borrowed.
+    pub fn view(&self) -> SavedTensorView<'_, M> {
         match self {
-            SavedTensor::Columnwise(q) => Some(Operand::Nvfp4(q.view())),
-            SavedTensor::Bf16(x) => Some(Operand::Bf16(M::view(x))),
-            SavedTensor::Nothing | SavedTensor::Amax(_) => None,
+            SavedTensor::Nothing => SavedTensorView::Nothing,
+            SavedTensor::Columnwise(q) => SavedTensorView::Columnwise(q.view()),
+            SavedTensor::Amax(amax) => SavedTensorView::Amax(M::view(amax)),
+            SavedTensor::Bf16(x) => SavedTensorView::Bf16(M::view(x)),
         }
     }
 

@@ -331,3 +331,163 @@ fn misuse_of_delayed_gradients_is_refused() {
     drop(later);
     assert!(stash.store(refused.saved).is_ok());
 }
+
+/// One step over tensors that the caller keeps: what a framework does.
+fn borrowed_step(config: &GroupedMlpConfig, tamper: impl FnOnce(&mut Kept)) -> Result<Results, Error> {
+    let mlp = GroupedMlp::new(config.clone()).unwrap();
+    let groups = Groups::new(&SPLITS, ROWS).unwrap();
+    let [s1, s2] = mlp.weight_shapes();
+    let (w1, w2) = (bf16s(1, 4 * s1.n * s1.k, 0.5), bf16s(2, 4 * s2.n * s2.k, 0.5));
+    let (b1, b2) = (values(3, 4 * s1.n, 0.5), values(4, 4 * s2.n, 0.5));
+    let biases = || config.bias.then_some(Biases { b1: &b1[..], b2: &b2[..] });
+    let (p1, p2) = (WeightSource::Packed(&w1[..]), WeightSource::Packed(&w2[..]));
+    let prepared = mlp.prepare_weights(&Reference, p1, p2, biases()).unwrap();
+    let weights = || match prepared.nvfp4() {
+        Some([q1, q2]) => mlp.weights_nvfp4::<Host>(q1, q2, biases()).unwrap(),
+        None => {
+            let (w1, w2) = (WeightSource::Packed(&w1[..]), WeightSource::Packed(&w2[..]));
+            mlp.weights_bf16::<Host>(w1, w2, biases()).unwrap()
+        }
+    };
+    let (mut x, mut dy) = (bf16s(5, ROWS * 32, 1.0), bf16s(6, ROWS * 32, 1.0));
+    x[54 * 32..].fill(bf16::NAN);
+    dy[54 * 32..].fill(bf16::NAN);
+    let prob = values(8, ROWS, 1.0);
+    let view = weights();
+    let args = ForwardViewArgs {
+        x: &x[..],
+        prob: &prob[..],
+        groups: &groups,
+        weights: &view,
+        needs: Needs::ALL,
+        trace: None,
+    };
+    let ForwardTensors { y, c, x: saved_x, h } = mlp.forward_view(&Reference, args)?;
+    let mut kept = Kept { c: c.unwrap(), prob, needs: Needs::ALL, swap: false, later: None };
+    tamper(&mut kept);
+    let plan = mlp.plan(Needs::ALL);
+    let bytes =
+        kept.c.len() * 2 + kept.prob.len() * 4 + x.len() * 2 * usize::from(plan.saved_x == SavedAs::Bf16);
+    let x_view = match plan.saved_x {
+        SavedAs::Bf16 => SavedTensorView::Bf16(&x[..]),
+        _ => saved_x.view(),
+    };
+    let (x_view, h_view) = if kept.swap { (h.view(), x_view) } else { (x_view, h.view()) };
+    let parts = SavedParts {
+        groups: &groups,
+        weights: weights(),
+        c: &kept.c[..],
+        prob: &kept.prob[..],
+        x: x_view,
+        h: h_view,
+    };
+    let saved = mlp.saved_view::<Host>(kept.needs, parts)?;
+    let (mut dw1, mut dw2) = (vec![f32::NAN; 4 * s1.n * s1.k], vec![f32::NAN; 4 * s2.n * s2.k]);
+    let dw = WeightGrads::<Host> {
+        dw1: WeightGrad::packed_f32(&mut dw1[..], 4, GradMode::Overwrite),
+        dw2: WeightGrad::packed_f32(&mut dw2[..], 4, GradMode::Overwrite),
+    };
+    let (random, trace) = (RandomSeed { seed: 1, call: 2 }, None);
+    let grads = match kept.later {
+        None => {
+            mlp.backward_view(&Reference, &saved, BackwardArgs { dy: &dy[..], random, dw: Some(dw), trace })?
+        }
+        Some(swap) => {
+            let args = BackwardArgs { dy: &dy[..], random, dw: None, trace };
+            let BackwardTensors { gradients, weights } =
+                mlp.backward_delayed_view(&Reference, &saved, args)?;
+            // `c` and the weights are not needed any more.
+            drop(saved);
+            drop(kept);
+            let x_view = match plan.saved_x {
+                SavedAs::Bf16 => SavedTensorView::Bf16(&x[..]),
+                _ => saved_x.view(),
+            };
+            let (x, h) = if swap { (h.view(), x_view) } else { (x_view, h.view()) };
+            let dy = (config.precision == Precision::Bf16 && !swap).then_some(&dy[..]);
+            weights.run(&Reference, WgradParts { dy, x, h }, dw)?;
+            gradients
+        }
+    };
+    let (dx, dprob, db) = (grads.dx, grads.dprob, [grads.db1, grads.db2]);
+    Ok(Results { y, dx, dprob, dw1, dw2, db, saved_bytes: bytes })
+}
+
+/// What the caller of [`borrowed_step`] keeps between the halves.
+struct Kept {
+    c: Vec<bf16>,
+    prob: Vec<f32>,
+    needs: Needs,
+    swap: bool,
+    /// The weights' gradients later; with `x` and `h` swapped and without `dy` if true.
+    later: Option<bool>,
+}
+
+#[test]
+fn tensors_that_the_caller_keeps_give_the_same() {
+    for precision in [Precision::Nvfp4, Precision::Bf16] {
+        for (recompute_activation, bias) in [(false, false), (true, true)] {
+            let config = GroupedMlpConfig { precision, recompute_activation, bias, ..config() };
+            let owned = step(config.clone(), Needs::ALL);
+            for later in [None, Some(false)] {
+                let mut kept = borrowed_step(&config, |kept| kept.later = later).unwrap();
+                kept.saved_bytes = owned.saved_bytes;
+                assert_eq!(kept, owned, "{precision} {recompute_activation} {later:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn saved_tensors_of_another_forward_are_refused() {
+    let refused = |tamper: fn(&mut Kept)| {
+        let config = GroupedMlpConfig { recompute_activation: true, ..config() };
+        borrowed_step(&config, tamper).unwrap_err().to_string()
+    };
+    let message = refused(|kept| kept.c.truncate(5));
+    assert!(message.contains("saved_view: c of shape [56, 64]: expected 3584 elements, got 5"), "{message}");
+    let message = refused(|kept| kept.prob.push(0.0));
+    assert!(message.contains("prob of shape [56]"), "{message}");
+    let message = refused(|kept| kept.swap = true);
+    assert!(message.contains("x: expected it saved as Columnwise, got Amax"), "{message}");
+    let message = refused(|kept| kept.needs = Needs::INPUT);
+    assert!(message.contains("x: expected it saved as Nothing, got Columnwise"), "{message}");
+    let message = refused(|kept| kept.needs = Needs::NONE);
+    assert!(message.contains("expected a forward with gradients"), "{message}");
+    let message = refused(|kept| kept.later = Some(true));
+    assert!(message.contains("x: expected it saved as Columnwise, got Amax"), "{message}");
+    let config = GroupedMlpConfig { precision: Precision::Bf16, ..config() };
+    let message = borrowed_step(&config, |kept| kept.later = Some(true)).unwrap_err().to_string();
+    assert!(message.contains("pass dy as the backward got it"), "{message}");
+}
+
+#[test]
+fn weights_that_do_not_fit_are_named() {
+    let mlp = GroupedMlp::new(config()).unwrap();
+    let (w, f) = (vec![bf16::ONE; 4 * 64 * 32], vec![1.0_f32; 4]);
+    let bytes = vec![0u8; 4 * 64 * 16];
+    let q = |codes: &'static str| {
+        let view = |cut| &bytes[..cut];
+        let (c1, s1, c2, s2) = (4 * 64 * 16, 4 * 64 * 2, 4 * 32 * 16, 4 * 32 * 2);
+        let cut = |name: &str, len: usize| if name == codes { len - 1 } else { len };
+        mlp.weights_nvfp4::<Host>(
+            PackedView::<Host> { codes: view(cut("w1", c1)), scales: view(s1), amax: &f[..] },
+            PackedView::<Host> { codes: view(c2), scales: view(cut("w2", s2)), amax: &f[..] },
+            None,
+        )
+        .map(drop)
+        .map_err(|e| e.to_string())
+    };
+    q("").unwrap();
+    assert!(q("w1").unwrap_err().contains("w1 of shape [4, 64, 16]"));
+    assert!(q("w2").unwrap_err().contains("w2 of shape [4, 32, 2]"));
+    let plain = GroupedMlp::new(GroupedMlpConfig { precision: Precision::Bf16, ..config() }).unwrap();
+    let short = WeightSource::PerExpert(vec![&w[..64 * 32]; 3]);
+    let (w1, w2) = (WeightSource::Packed(&w[..]), WeightSource::Packed(&w[..4 * 32 * 32]));
+    let message = plain.weights_bf16::<Host>(short, w2, None).map(drop).unwrap_err().to_string();
+    assert!(message.contains("list of experts' weights of shape [4]: expected 4"), "{message}");
+    let w2 = WeightSource::Packed(&w[..4 * 32 * 32]);
+    let biases = Biases { b1: &f[..], b2: &f[..] };
+    let message = plain.weights_bf16::<Host>(w1, w2, Some(biases)).map(drop).unwrap_err().to_string();
+    assert!(message.contains("expected bias=false, got bias=true"), "{message}");
+}

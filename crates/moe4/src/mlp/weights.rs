@@ -55,14 +55,52 @@ pub(super) enum Values<M: Memory> {
     Bf16(Vec<Buffer<M, bf16>>),
 }
 
-impl<M: Memory> Projection<M> {
+/// [`PreparedWeights`], borrowed: both projections as the products read them.
+///
+/// Made by [`PreparedWeights::view`], or from tensors that the caller owns by [`GroupedMlp::weights_nvfp4`] and
+/// [`GroupedMlp::weights_bf16`].
+pub struct WeightsView<'a, M: Memory> {
+    pub(super) w1: ProjectionView<'a, M>,
+    pub(super) w2: ProjectionView<'a, M>,
+}
+
+pub(super) struct ProjectionView<'a, M: Memory> {
+    shape: WeightShape,
+    experts: usize,
+    values: WeightOperand<'a, M>,
+    bias: Option<View<'a, M, f32>>,
+}
+
+impl<M: Memory> ProjectionView<'_, M> {
     pub(super) fn operand(&self) -> WeightOperand<'_, M> {
         match &self.values {
+            WeightOperand::Nvfp4 { packed, unpacked } => WeightOperand::Nvfp4 {
+                packed: Nvfp4 {
+                    codes: M::shorten(packed.codes),
+                    scales: M::shorten(packed.scales),
+                    amax: M::shorten(packed.amax),
+                },
+                unpacked: unpacked.map(M::shorten),
+            },
+            WeightOperand::Bf16(w) => WeightOperand::Bf16(w.iter().map(|w| M::shorten(*w)).collect()),
+        }
+    }
+
+    pub(super) fn bias(&self) -> Option<View<'_, M, f32>> {
+        self.bias.map(M::shorten)
+    }
+}
+
+impl<M: Memory> Projection<M> {
+    fn view(&self) -> ProjectionView<'_, M> {
+        let values = match &self.values {
             Values::Nvfp4 { packed, unpacked } => {
                 WeightOperand::Nvfp4 { packed: packed.view(), unpacked: unpacked.as_ref().map(M::view) }
             }
             Values::Bf16(experts) => WeightOperand::Bf16(experts.iter().map(M::view).collect()),
-        }
+        };
+        let bias = self.bias.as_ref().map(M::view);
+        ProjectionView { shape: self.shape, experts: self.experts, values, bias }
     }
 }
 
@@ -77,14 +115,21 @@ impl<M: Memory> PreparedWeights<M> {
         }
     }
 
+    /// The same weights, borrowed.
+    pub fn view(&self) -> WeightsView<'_, M> {
+        WeightsView { w1: self.w1.view(), w2: self.w2.view() }
+    }
+}
+
+impl<M: Memory> WeightsView<'_, M> {
     /// Whether they were prepared for this operator.
     pub(super) fn check(&self, mlp: &GroupedMlp) -> Result<(), Misuse> {
         let config = mlp.config();
         let [s1, s2] = mlp.weight_shapes();
-        let fits = |p: &Projection<M>, shape| {
+        let fits = |p: &ProjectionView<'_, M>, shape| {
             let precision = match p.values {
-                Values::Nvfp4 { .. } => Precision::Nvfp4,
-                Values::Bf16(_) => Precision::Bf16,
+                WeightOperand::Nvfp4 { .. } => Precision::Nvfp4,
+                WeightOperand::Bf16(_) => Precision::Bf16,
             };
             p.shape == shape
                 && p.experts == config.experts
@@ -122,18 +167,77 @@ impl GroupedMlp {
         w2: WeightSource<'_, B::Memory>,
         biases: Option<Biases<'_, B::Memory>>,
     ) -> Result<PreparedWeights<B::Memory>, Error> {
-        if biases.is_some() != self.config.bias {
-            return Err(Error::Misuse(Misuse::Conflict {
-                what: "biases",
-                conflict: format!("expected bias={}, got bias={}", self.config.bias, biases.is_some()),
-                fix: "set GroupedMlpConfig::bias, or pass both b1 and b2",
-            }));
-        }
+        self.check_biases(&biases)?;
         let [s1, s2] = self.weight_shapes();
         let (b1, b2) = biases.map_or((None, None), |b| (Some(b.b1), Some(b.b2)));
         Ok(PreparedWeights {
             w1: self.project(backend, "w1", w1, s1, b1)?,
             w2: self.project(backend, "w2", w2, s2, b2)?,
+        })
+    }
+
+    /// BF16 weights that the caller owns, for [`GroupedMlp::forward_view`]. `w1: [E, N1, H]`, `w2: [E, H, F]`.
+    ///
+    /// Errors are those of [`GroupedMlp::prepare_weights`].
+    pub fn weights_bf16<'a, M: Memory>(
+        &self,
+        w1: WeightSource<'a, M>,
+        w2: WeightSource<'a, M>,
+        biases: Option<Biases<'a, M>>,
+    ) -> Result<WeightsView<'a, M>, Misuse> {
+        let (kernel, experts, [s1, s2]) = ("weights_bf16", self.config.experts, self.weight_shapes());
+        let w1 = WeightOperand::Bf16(per_expert(kernel, "w1", w1, s1, experts)?);
+        let w2 = WeightOperand::Bf16(per_expert(kernel, "w2", w2, s2, experts)?);
+        self.weights_view(kernel, w1, w2, biases)
+    }
+
+    /// Quantized weights that the caller owns, as [`GroupedMlp::prepare_weights`] makes them, for
+    /// [`GroupedMlp::forward_view`].
+    pub fn weights_nvfp4<'a, M: Memory>(
+        &self,
+        w1: PackedView<'a, M>,
+        w2: PackedView<'a, M>,
+        biases: Option<Biases<'a, M>>,
+    ) -> Result<WeightsView<'a, M>, Misuse> {
+        let (kernel, experts, [s1, s2]) = ("weights_nvfp4", self.config.experts, self.weight_shapes());
+        for (name, q, WeightShape { n, k }) in [("w1", &w1, s1), ("w2", &w2, s2)] {
+            expect_len(kernel, name, &[experts, n, k / 2], M::len(&q.codes))?;
+            expect_len(kernel, name, &[experts, n, k / BLOCK], M::len(&q.scales))?;
+            expect_len(kernel, name, &[experts], M::len(&q.amax))?;
+        }
+        let [w1, w2] = [w1, w2].map(|packed| WeightOperand::Nvfp4 { packed, unpacked: None });
+        self.weights_view(kernel, w1, w2, biases)
+    }
+
+    fn weights_view<'a, M: Memory>(
+        &self,
+        kernel: &'static str,
+        w1: WeightOperand<'a, M>,
+        w2: WeightOperand<'a, M>,
+        biases: Option<Biases<'a, M>>,
+    ) -> Result<WeightsView<'a, M>, Misuse> {
+        self.check_biases(&biases)?;
+        let (experts, [s1, s2]) = (self.config.experts, self.weight_shapes());
+        let (b1, b2) = biases.map_or((None, None), |b| (Some(b.b1), Some(b.b2)));
+        for (bias, shape) in [(&b1, s1), (&b2, s2)] {
+            if let Some(bias) = bias {
+                expect_len(kernel, "bias", &[experts, shape.n], M::len(bias))?;
+            }
+        }
+        Ok(WeightsView {
+            w1: ProjectionView { shape: s1, experts, values: w1, bias: b1 },
+            w2: ProjectionView { shape: s2, experts, values: w2, bias: b2 },
+        })
+    }
+
+    fn check_biases<M: Memory>(&self, biases: &Option<Biases<'_, M>>) -> Result<(), Misuse> {
+        if biases.is_some() == self.config.bias {
+            return Ok(());
+        }
+        Err(Misuse::Conflict {
+            what: "biases",
+            conflict: format!("expected bias={}, got bias={}", self.config.bias, biases.is_some()),
+            fix: "set GroupedMlpConfig::bias, or pass both b1 and b2",
         })
     }
 
@@ -147,19 +251,7 @@ impl GroupedMlp {
     ) -> Result<Projection<B::Memory>, Error> {
         let experts = self.config.experts;
         let WeightShape { n, k } = shape;
-        let w = match source {
-            WeightSource::Packed(w) => {
-                expect_len("prepare_weights", name, &[experts, n, k], B::Memory::len(&w))?;
-                B::Memory::split(w, experts)
-            }
-            WeightSource::PerExpert(w) => {
-                expect_len("prepare_weights", "list of experts' weights", &[experts], w.len())?;
-                for w in &w {
-                    expect_len("prepare_weights", name, &[n, k], B::Memory::len(w))?;
-                }
-                w
-            }
-        };
+        let w = per_expert("prepare_weights", name, source, shape, experts)?;
         if let Some(bias) = &bias {
             expect_len("prepare_weights", "bias", &[experts, n], B::Memory::len(bias))?;
         }
@@ -188,5 +280,26 @@ impl GroupedMlp {
         };
         let bias = bias.map(|b| backend.duplicate(b)).transpose()?;
         Ok(Projection { shape, experts, values, bias })
+    }
+}
+
+/// One view an expert, whichever way they came.
+fn per_expert<'a, M: Memory>(
+    kernel: &'static str,
+    name: &'static str,
+    source: WeightSource<'a, M>,
+    WeightShape { n, k }: WeightShape,
+    experts: usize,
+) -> Result<Vec<View<'a, M, bf16>>, Misuse> {
+    match source {
+        WeightSource::Packed(w) => {
+            expect_len(kernel, name, &[experts, n, k], M::len(&w))?;
+            Ok(M::split(w, experts))
+        }
+        WeightSource::PerExpert(w) => {
+            expect_len(kernel, "list of experts' weights", &[experts], w.len())?;
+            w.iter().try_for_each(|w| expect_len(kernel, name, &[n, k], M::len(w)))?;
+            Ok(w)
+        }
     }
 }

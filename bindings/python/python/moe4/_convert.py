@@ -1,0 +1,52 @@
+"""Arrays of any kind as torch tensors that share their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Union
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+ArrayLike = Any
+"""A torch tensor, a NumPy array (bfloat16 of ml_dtypes included), or anything with ``__dlpack__``."""
+
+Splits = Union[Tensor, Sequence[int]]
+"""Rows of each expert: an integer tensor ``[E]``, or numbers."""
+
+
+def as_tensor(name: str, array: ArrayLike) -> Tensor:
+    """``array`` as a contiguous torch tensor without gradient; memory is shared unless rows have to be gathered."""
+    if isinstance(array, Tensor):
+        return array.detach().contiguous()
+    interface = getattr(array, "__array_interface__", None)
+    if interface is not None and getattr(getattr(array, "dtype", None), "name", "") == "bfloat16":
+        # NumPy itself has no bfloat16: the bits go through an integer type.
+        return torch.from_numpy(array.view("int16")).view(torch.bfloat16).contiguous()
+    if hasattr(array, "__dlpack__"):
+        tensor: Tensor = from_dlpack(array)
+        return tensor.contiguous()
+    raise TypeError(
+        f"{name}: expected a torch tensor, a NumPy array or an object with __dlpack__, got {type(array).__name__}"
+    )
+
+
+def as_splits(splits: Splits, device: torch.device) -> Tensor:
+    """Splits as int64 ``[E]`` on ``device``."""
+    if not isinstance(splits, Tensor):
+        return torch.tensor(list(splits), dtype=torch.int64, device=device)
+    if splits.is_floating_point() or splits.is_complex() or splits.dtype == torch.bool:
+        raise TypeError(f"splits: expected an integer dtype, got {splits.dtype}; count rows in torch.int64")
+    if splits.device != device:
+        raise ValueError(f"splits: expected a tensor on {device}, as x is, got one on {splits.device}")
+    return splits.to(torch.int64).contiguous()
+
+
+def expect_cpu(name: str, tensor: Tensor) -> None:
+    """Tells early that this build has no kernels for other devices."""
+    if tensor.device.type not in ("cpu", "meta"):
+        raise NotImplementedError(
+            f"{name}: this build has kernels for the cpu only, got a tensor on {tensor.device}; "
+            "move model and inputs with .to('cpu')"
+        )

@@ -1,0 +1,173 @@
+"""``GroupedMLP``: the experts of a mixture-of-experts layer as a module."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Optional, Union
+
+import torch
+from torch import Tensor, nn
+
+from . import _moe4, _operator
+from ._convert import Splits
+from ._options import Activation, DcAmax, GluLayout, GradientRounding, Options, Precision
+
+
+class GroupedMLP(nn.Module):
+    """FC1, activation scaled by the routing probability, FC2, for tokens sorted by expert.
+
+    Parameters (``N1 = 2 * ffn_size`` for gated activations, else ``ffn_size``):
+
+    - ``w1 [E, N1, H]`` and ``w2 [E, H, F]``, or with ``per_expert`` lists of ``[N1, H]`` and ``[H, F]``;
+    - ``b1 [E, N1]`` and ``b2 [E, H]`` with ``bias``.
+
+    Args:
+        num_experts: ``E``.
+        hidden_size: ``H``, a multiple of 16.
+        ffn_size: ``F``, a multiple of 16 (of 32 with ``glu_layout="interleaved32"``).
+        activation: ``swiglu``, ``srelu``, ``tanh_srelu:s=16``, ``situ_glu:beta1=4,beta2=25`` or
+            ``clamped_qgeglu:limit=7,alpha=1.702,offset=1``.
+        bias: whether FC1 and FC2 have biases.
+        glu_layout: order of gate and up rows in ``w1``: ``halves`` (gate first), ``interleaved32`` (blocks of 32, gate
+            first) or ``elementwise`` (gate even, up odd).
+        recompute: rebuild the activation in the backward instead of saving it; results are bitwise the same.
+        precision: ``nvfp4`` or, as a baseline, ``bf16``.
+        device: of the parameters.
+        dtype: of the parameters, bfloat16 or float32; their gradients have the same.
+        per_expert: one parameter an expert instead of one for all.
+        fuse_wgrad_accumulation: add weight gradients to the ``main_grad`` of each weight, which the trainer provides
+            (float32 or bfloat16, of the weight's shape), instead of returning them to autograd. A weight with an
+            attribute ``grad_added_to_main_grad`` has it set and receives a placeholder gradient.
+        fc1_rht, fc2_rht: sign masks of the Hadamard transform along tokens for the weights' gradients, or ``None``.
+        gradient_rounding: of gradients to 4 bits.
+        dc_amax: ``exact``, ``bound`` (cheaper, a slightly noisier gradient of ``w1``) or ``separate``.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_size: int,
+        activation: Activation = "swiglu",
+        bias: bool = False,
+        glu_layout: GluLayout = "halves",
+        recompute: bool = False,
+        precision: Precision = "nvfp4",
+        device: Union[torch.device, str, None] = None,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        per_expert: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        fc1_rht: Optional[int] = 0xD7E8,
+        fc2_rht: Optional[int] = 0xD7E8,
+        gradient_rounding: GradientRounding = "stochastic",
+        dc_amax: DcAmax = "exact",
+    ) -> None:
+        super().__init__()
+        self.options = Options(
+            experts=num_experts,
+            hidden=hidden_size,
+            ffn=ffn_size,
+            activation=activation,
+            glu_layout=glu_layout,
+            bias=bias,
+            precision=precision,
+            recompute=recompute,
+            fc1_rht=fc1_rht,
+            fc2_rht=fc2_rht,
+            gradient_rounding=gradient_rounding,
+            dc_amax=dc_amax,
+        )
+        self._text = self.options.text()
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise TypeError(f"dtype: expected torch.bfloat16 or torch.float32, got {dtype}")
+        self.per_expert, self.fuse_wgrad_accumulation = per_expert, fuse_wgrad_accumulation
+        n1 = self.options.fc1_rows
+
+        def weights(n: int, k: int) -> Union[nn.Parameter, nn.ParameterList]:
+            if not per_expert:
+                return nn.Parameter(torch.empty(num_experts, n, k, device=device, dtype=dtype))
+            each = [nn.Parameter(torch.empty(n, k, device=device, dtype=dtype)) for _ in range(num_experts)]
+            return nn.ParameterList(each)
+
+        self.w1, self.w2 = weights(n1, hidden_size), weights(hidden_size, ffn_size)
+        if bias:
+            self.b1: Optional[nn.Parameter] = nn.Parameter(torch.empty(num_experts, n1, device=device, dtype=dtype))
+            self.b2: Optional[nn.Parameter] = nn.Parameter(
+                torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
+            )
+        else:
+            self.register_parameter("b1", None)
+            self.register_parameter("b2", None)
+        self._held: Optional[tuple[int, list[Tensor]]] = None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Uniform weights within the inverse root of their inputs, as ``nn.Linear`` has them; biases 0."""
+        for weights in (self.w1, self.w2):
+            for weight in _listed(weights):
+                bound = 1 / math.sqrt(weight.shape[-1])
+                weight.uniform_(-bound, bound)
+        for bias in (self.b1, self.b2):
+            if bias is not None:
+                bias.zero_()
+        self._held = None
+
+    def forward(self, x: Tensor, splits: Splits, prob: Tensor, *, weight_version: Optional[int] = None) -> Tensor:
+        """Runs the experts.
+
+        Args:
+            x: bfloat16 ``[T, H]`` (any floating dtype under autocast), rows sorted by expert.
+            splits: rows of each expert, integers ``[E]``, their sum at most ``T``. Rows past it give 0.
+            prob: ``[T]``, routing probability of each row.
+            weight_version: any number that changes with the weights, such as the count of optimizer steps. Calls of
+                one version quantize the weights once; without it every call does.
+
+        Returns:
+            bfloat16 ``[T, H]``.
+        """
+        return _operator.apply(
+            x,
+            splits,
+            prob,
+            _listed(self.w1),
+            _listed(self.w2),
+            self.b1,
+            self.b2,
+            self.options,
+            self._text,
+            quantized=self._quantized(weight_version),
+            fused=self.fuse_wgrad_accumulation,
+        )
+
+    def plan(self, *, input_grad: bool = True, weight_grad: bool = True) -> str:
+        """What a forward and its backward will do: copies, passes, saved tensors."""
+        return _moe4.plan(self._text, input_grad, weight_grad)
+
+    def extra_repr(self) -> str:
+        o = self.options
+        more = ", bias=True" if o.bias else ""
+        more += ", recompute=True" if o.recompute else ""
+        return (
+            f"num_experts={o.experts}, hidden_size={o.hidden}, ffn_size={o.ffn}, activation='{o.activation}', "
+            f"glu_layout='{o.glu_layout}', precision='{o.precision}'{more}"
+        )
+
+    def _quantized(self, version: Optional[int]) -> Optional[list[Tensor]]:
+        if version is None or self.options.precision != "nvfp4":
+            self._held = None
+            return None
+        if self._held is None or self._held[0] != version:
+            self._held = None  # free the old ones before there are new ones
+            w1, w2 = _listed(self.w1), _listed(self.w2)
+            self._held = version, [*_operator.quantize_weights(w1), *_operator.quantize_weights(w2)]
+        return self._held[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without quantized weights, which follow from the others."""
+        return {**self.__dict__, "_held": None}
+
+
+def _listed(weights: Union[Tensor, nn.Module]) -> list[Tensor]:
+    return [weights] if isinstance(weights, Tensor) else list(weights.parameters())

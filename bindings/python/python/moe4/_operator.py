@@ -1,0 +1,577 @@
+"""The operator as torch sees it: custom operators with shapes, autograd, and the function on top.
+
+Three operators are registered, so that ``torch.compile`` and ``torch.export`` trace through:
+
+==============================  ===============================================================================
+``moe4::quantize_weights``      BF16 weights to codes, scales, amax
+``moe4::grouped_mlp_forward``   ``[y, c, h, x_codes, x_scales, x_amax, h_codes, h_scales, h_amax]``; what the plan
+                                does not save is an empty tensor
+``moe4::grouped_mlp_backward``  ``[dx, dprob, db1, db2, *dw1, *dw2]``; what is not wanted is an empty tensor
+==============================  ===============================================================================
+
+A fourth, ``moe4::grouped_mlp_backward_into``, leaves the weights' gradients in buffers that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Optional, TypeVar, Union
+
+import torch
+from torch import Tensor
+
+from . import _moe4
+from ._convert import Splits, as_splits, expect_cpu
+from ._options import Activation, DcAmax, GluLayout, GradientRounding, Options, Precision
+
+Weights = Union[Tensor, Sequence[Tensor]]
+"""One tensor ``[E, n, k]``, or one ``[n, k]`` for each expert."""
+
+_BLOCK = 16
+_library = torch.library.Library("moe4", "DEF")  # type: ignore[no-untyped-call]
+_TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
+_WEIGHTS = "Tensor[] w1, Tensor[] w2, Tensor? b1, Tensor? b2"
+_BACKWARD = f"Tensor dy, Tensor x, Tensor prob, Tensor splits, {_WEIGHTS}, Tensor[] saved, Tensor seed"
+
+
+for _schema in (
+    "quantize_weights(Tensor[] w) -> (Tensor, Tensor, Tensor)",
+    f"grouped_mlp_forward(Tensor x, Tensor prob, Tensor splits, {_WEIGHTS}, str options, bool input, bool weights) "
+    "-> Tensor[]",
+    f"grouped_mlp_backward({_BACKWARD}, str options, bool input, bool weights, int packed, ScalarType dtype) "
+    "-> Tensor[]",
+    f"grouped_mlp_backward_into({_BACKWARD}, Tensor(a!)[] dw1, Tensor(b!)[] dw2, str options, bool input) "
+    "-> Tensor[]",
+):
+    _library.define(_schema, tags=_TAGS)  # type: ignore[no-untyped-call]
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def _fake(name: str) -> Callable[[_Function], _Function]:
+    """The shapes of an operator's outputs, for compilers."""
+    register: Callable[[_Function], _Function] = torch.library.register_fake(f"moe4::{name}", lib=_library)
+    return register
+
+
+@lru_cache(maxsize=4096)
+def _parsed(options: str) -> Options:
+    """The shape again, for operators that know only the text."""
+    items = dict(item.split("=", 1) for item in options.split(" "))
+    return Options(
+        experts=int(items["experts"]),
+        hidden=int(items["hidden"]),
+        ffn=int(items["ffn"]),
+        activation=items["activation"],
+        bias=items["bias"] == "true",
+    )
+
+
+def _or_empty(tensors: Sequence[Optional[Tensor]], like: Tensor) -> list[Tensor]:
+    """Operators return tensors, so that what is not there is an empty one."""
+    return [like.new_empty(0) if tensor is None else tensor for tensor in tensors]
+
+
+# --- quantize_weights
+
+
+@torch.library.impl(_library, "quantize_weights", "CPU")
+def _quantize_weights(w: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    return _moe4.quantize_weights([tensor.detach() for tensor in w])
+
+
+@_fake("quantize_weights")
+def _quantize_weights_fake(w: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    experts = w[0].shape[0] if w[0].dim() == 3 else len(w)
+    n, k = w[0].shape[-2:]
+    new = w[0].new_empty
+    return (
+        new((experts, n, k // 2), dtype=torch.uint8),
+        new((experts, n, k // _BLOCK), dtype=torch.uint8),
+        new((experts,), dtype=torch.float32),
+    )
+
+
+# --- grouped_mlp_forward
+
+
+@torch.library.impl(_library, "grouped_mlp_forward", "CPU")
+def _forward(
+    x: Tensor,
+    prob: Tensor,
+    splits: Tensor,
+    w1: list[Tensor],
+    w2: list[Tensor],
+    b1: Optional[Tensor],
+    b2: Optional[Tensor],
+    options: str,
+    input: bool,
+    weights: bool,
+) -> list[Tensor]:
+    return _or_empty(_moe4.forward(options, x, prob, splits, w1, w2, b1, b2, input, weights), x)
+
+
+@_fake("grouped_mlp_forward")
+def _forward_fake(
+    x: Tensor,
+    prob: Tensor,
+    splits: Tensor,
+    w1: list[Tensor],
+    w2: list[Tensor],
+    b1: Optional[Tensor],
+    b2: Optional[Tensor],
+    options: str,
+    input: bool,
+    weights: bool,
+) -> list[Tensor]:
+    shape = _parsed(options)
+    c_saved, x_form, h_form = _moe4.saved_forms(options, input, weights)
+    rows = x.shape[0]
+
+    def parts(form: str, cols: int) -> list[Optional[Tensor]]:
+        bound = (rows + (_BLOCK - 1) * shape.experts) // _BLOCK * _BLOCK
+        columnwise, amax = form == "columnwise", form in ("columnwise", "amax")
+        return [
+            x.new_empty(cols * (bound // 2), dtype=torch.uint8) if columnwise else None,
+            x.new_empty(cols * (bound // _BLOCK), dtype=torch.uint8) if columnwise else None,
+            x.new_empty(shape.experts, dtype=torch.float32) if amax else None,
+        ]
+
+    tensors = [
+        x.new_empty((rows, shape.hidden)),
+        x.new_empty((rows, shape.fc1_rows)) if c_saved else None,
+        x.new_empty((rows, shape.ffn)) if h_form == "bf16" else None,
+        *parts(x_form, shape.hidden),
+        *parts(h_form, shape.ffn),
+    ]
+    return _or_empty(tensors, x)
+
+
+# --- grouped_mlp_backward
+
+
+def _weight_buffers(like: Tensor, options: str, packed: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Where the gradients of both weights go: bit 0 of ``packed`` for W1 in one tensor, bit 1 for W2."""
+    shape = _parsed(options)
+    both = []
+    for bit, (n, k) in enumerate([(shape.fc1_rows, shape.hidden), (shape.hidden, shape.ffn)]):
+        if packed >> bit & 1:
+            both.append([like.new_empty((shape.experts, n, k), dtype=dtype)])
+        else:
+            both.append([like.new_empty((n, k), dtype=dtype) for _ in range(shape.experts)])
+    return both[0], both[1]
+
+
+@torch.library.impl(_library, "grouped_mlp_backward", "CPU")
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    prob: Tensor,
+    splits: Tensor,
+    w1: list[Tensor],
+    w2: list[Tensor],
+    b1: Optional[Tensor],
+    b2: Optional[Tensor],
+    saved: list[Tensor],
+    seed: Tensor,
+    options: str,
+    input: bool,
+    weights: bool,
+    packed: int,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    dw1, dw2 = _weight_buffers(dy, options, packed, dtype) if weights else ([], [])
+    grads = _moe4.backward(
+        options, dy, x, prob, splits, w1, w2, b1, b2, saved, seed, dw1, dw2, False, input, weights
+    )
+    return [*_or_empty(grads, dy), *dw1, *dw2]
+
+
+@_fake("grouped_mlp_backward")
+def _backward_fake(
+    dy: Tensor,
+    x: Tensor,
+    prob: Tensor,
+    splits: Tensor,
+    w1: list[Tensor],
+    w2: list[Tensor],
+    b1: Optional[Tensor],
+    b2: Optional[Tensor],
+    saved: list[Tensor],
+    seed: Tensor,
+    options: str,
+    input: bool,
+    weights: bool,
+    packed: int,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    dw1, dw2 = _weight_buffers(dy, options, packed, dtype) if weights else ([], [])
+    return [*_gradient_shapes(dy, options, input, weights), *dw1, *dw2]
+
+
+def _gradient_shapes(dy: Tensor, options: str, input: bool, weights: bool) -> list[Tensor]:
+    shape = _parsed(options)
+    biases = shape.bias and weights
+    f32 = torch.float32
+    tensors = [
+        torch.empty_like(dy, memory_format=torch.contiguous_format) if input else None,
+        dy.new_empty(dy.shape[0], dtype=f32),
+        dy.new_empty((shape.experts, shape.fc1_rows), dtype=f32) if biases else None,
+        dy.new_empty((shape.experts, shape.hidden), dtype=f32) if biases else None,
+    ]
+    return _or_empty(tensors, dy)
+
+
+_TWICE = (
+    "moe4: the grouped MLP cannot be differentiated twice; leave out create_graph=True, or use precision='bf16' "
+    "experts written in torch where second derivatives are needed"
+)
+
+
+def _refuse(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError(_TWICE)
+
+
+torch.library.register_autograd(
+    "moe4::grouped_mlp_backward", _refuse, setup_context=lambda ctx, inputs, output: None, lib=_library
+)
+
+
+@torch.library.impl(_library, "grouped_mlp_backward_into", "CPU")
+def _backward_into(
+    dy: Tensor,
+    x: Tensor,
+    prob: Tensor,
+    splits: Tensor,
+    w1: list[Tensor],
+    w2: list[Tensor],
+    b1: Optional[Tensor],
+    b2: Optional[Tensor],
+    saved: list[Tensor],
+    seed: Tensor,
+    dw1: list[Tensor],
+    dw2: list[Tensor],
+    options: str,
+    input: bool,
+) -> list[Tensor]:
+    grads = _moe4.backward(options, dy, x, prob, splits, w1, w2, b1, b2, saved, seed, dw1, dw2, True, input, True)
+    return _or_empty(grads, dy)
+
+
+@_fake("grouped_mlp_backward_into")
+def _backward_into_fake(
+    dy: Tensor,
+    x: Tensor,
+    prob: Tensor,
+    splits: Tensor,
+    w1: list[Tensor],
+    w2: list[Tensor],
+    b1: Optional[Tensor],
+    b2: Optional[Tensor],
+    saved: list[Tensor],
+    seed: Tensor,
+    dw1: list[Tensor],
+    dw2: list[Tensor],
+    options: str,
+    input: bool,
+) -> list[Tensor]:
+    return _gradient_shapes(dy, options, input, True)
+
+
+# --- autograd
+
+
+def _main_grads(weights: Sequence[Tensor]) -> list[Tensor]:
+    """The trainer's buffers, which backwards add to."""
+    for at, weight in enumerate(weights):
+        if getattr(weight, "main_grad", None) is None:
+            raise ValueError(
+                f"weight {at}: expected a main_grad, got none; the trainer sets it when fuse_wgrad_accumulation is on"
+            )
+    return [getattr(weight, "main_grad") for weight in weights]  # noqa: B009
+
+
+_placeholders: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
+
+
+def _placeholder(weight: Tensor) -> Optional[Tensor]:
+    """What a weight gets as its gradient when the real one is in main_grad already.
+
+    A trainer that sets ``grad_added_to_main_grad`` waits for the hook that runs when a gradient arrives; others get
+    none.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    key = (weight.shape, weight.dtype, weight.device)
+    if key not in _placeholders:
+        _placeholders[key] = torch.zeros_like(weight, requires_grad=False)
+    placeholder: Tensor = _placeholders[key].detach()
+    return placeholder
+
+
+class _GroupedMLP(torch.autograd.Function):
+    """``tensors`` are ``n1`` weights W1, ``n2`` weights W2, and what the products read of both (see ``_read``)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        prob: Tensor,
+        b1: Optional[Tensor],
+        b2: Optional[Tensor],
+        splits: Tensor,
+        seed: Tensor,
+        options: str,
+        input: bool,
+        weights: bool,
+        nvfp4: bool,
+        fused: bool,
+        n1: int,
+        n2: int,
+        *tensors: Tensor,
+    ) -> Tensor:
+        originals, separate = tensors[: n1 + n2], tensors[n1 + n2 :]
+        read = list(separate or originals)
+        half = n1 if len(read) == n1 + n2 and not nvfp4 else 3
+        r1, r2 = read[:half], read[half:]
+        outputs: list[Tensor] = torch.ops.moe4.grouped_mlp_forward(
+            x, prob, splits, r1, r2, b1, b2, options, input, weights
+        )
+        y, *saved = outputs
+        ctx.save_for_backward(
+            x if weights and not nvfp4 else x.new_empty(0), prob, splits, seed, b1, b2, *saved, *read
+        )
+        ctx.originals = originals if fused else ()
+        ctx.options, ctx.input, ctx.weights, ctx.fused = options, input, weights, fused
+        ctx.n1, ctx.n2, ctx.half, ctx.separate = n1, n2, half, len(separate)
+        ctx.packed = (originals[0].dim() == 3) + 2 * (originals[n1].dim() == 3)
+        ctx.dtype = originals[0].dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, prob, splits, seed, b1, b2, *rest = ctx.saved_tensors
+        saved, read = rest[:8], rest[8:]
+        dy = dy.contiguous()
+        weights = [read[: ctx.half], read[ctx.half :]]
+        if ctx.fused:
+            if torch.is_grad_enabled():
+                raise RuntimeError(_TWICE)
+            into = _main_grads(ctx.originals)
+            grads = torch.ops.moe4.grouped_mlp_backward_into(
+                dy, x, prob, splits, *weights, b1, b2, saved, seed,
+                into[: ctx.n1], into[ctx.n1 :], ctx.options, ctx.input,
+            )  # fmt: skip
+            dw: list[Optional[Tensor]] = [_placeholder(weight) for weight in ctx.originals]
+        else:
+            grads = torch.ops.moe4.grouped_mlp_backward(
+                dy, x, prob, splits, *weights, b1, b2, saved, seed,
+                ctx.options, ctx.input, ctx.weights, ctx.packed, ctx.dtype,
+            )  # fmt: skip
+            dw = list(grads[4:]) if ctx.weights else [None] * (ctx.n1 + ctx.n2)
+        dx, dprob, db1, db2 = grads[:4]
+        biases = ctx.weights and b1 is not None
+        return (
+            dx if ctx.input else None,
+            dprob,
+            db1 if biases else None,
+            db2 if biases else None,
+            *[None] * 9,
+            *dw,
+            *[None] * ctx.separate,
+        )
+
+
+def _run(*arguments: Any) -> Tensor:
+    y: Tensor = _GroupedMLP.apply(*arguments)  # type: ignore[no-untyped-call]
+    return y
+
+
+# Compilers do not follow gradients that go to buffers on the side: here they leave off, and go on behind.
+_run_fused: Callable[..., Tensor] = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]
+
+
+def grouped_mlp(
+    x: Tensor,
+    splits: Splits,
+    prob: Tensor,
+    w1: Weights,
+    w2: Weights,
+    b1: Optional[Tensor] = None,
+    b2: Optional[Tensor] = None,
+    *,
+    activation: Activation = "swiglu",
+    glu_layout: GluLayout = "halves",
+    precision: Precision = "nvfp4",
+    recompute: bool = False,
+    fc1_rht: Optional[int] = 0xD7E8,
+    fc2_rht: Optional[int] = 0xD7E8,
+    gradient_rounding: GradientRounding = "stochastic",
+    dc_amax: DcAmax = "exact",
+) -> Tensor:
+    """FC1, activation scaled by the routing probability, FC2, for tokens sorted by expert.
+
+    Args:
+        x: bfloat16 ``[T, H]`` (any floating dtype under autocast), rows sorted by expert.
+        splits: rows of each expert, integers ``[E]``; any size, 0 included. Their sum is at most ``T``; ``y`` and
+            gradients of rows past it are 0.
+        prob: ``[T]``, routing probability of each row.
+        w1: ``[E, N1, H]`` or E tensors ``[N1, H]``, bfloat16 or float32.
+        w2: ``[E, H, F]`` or E tensors ``[H, F]``, of the dtype of ``w1``.
+        b1: ``[E, N1]``; with ``b2`` or not at all.
+        b2: ``[E, H]``, scaled by ``prob``.
+        activation: with its parameters, such as ``"situ_glu:beta1=4,beta2=25"``.
+        glu_layout: order of gate and up rows in ``w1``.
+        precision: of the operands of all products.
+        recompute: rebuild the activation in the backward instead of saving it. Results are bitwise the same.
+        fc1_rht: sign mask of the Hadamard transform along tokens for the gradient of ``w1``; ``None`` for none.
+        fc2_rht: the same for ``w2``.
+        gradient_rounding: of gradients to 4 bits.
+        dc_amax: where the amaxes of FC1's output gradient come from.
+
+    Returns:
+        bfloat16 ``[T, H]``.
+
+    Gradients flow to ``x``, ``prob``, weights and biases. Seeds of stochastic rounding are drawn from torch's generator
+    in the forward, so that ``torch.manual_seed`` makes runs repeat.
+    """
+    first, second = _listed(w1), _listed(w2)
+    if x.dim() != 2 or not first or not second:
+        raise ValueError(f"x: expected [T, H] and weights of at least one expert, got shape {list(x.shape)}")
+    options = Options(
+        experts=first[0].shape[0] if first[0].dim() == 3 else len(first),
+        hidden=first[0].shape[-1],
+        ffn=second[0].shape[-1],
+        activation=activation,
+        glu_layout=glu_layout,
+        bias=b1 is not None or b2 is not None,
+        precision=precision,
+        recompute=recompute,
+        fc1_rht=fc1_rht,
+        fc2_rht=fc2_rht,
+        gradient_rounding=gradient_rounding,
+        dc_amax=dc_amax,
+    )
+    return apply(x, splits, prob, first, second, b1, b2, options, options.text())
+
+
+def apply(
+    x: Tensor,
+    splits: Splits,
+    prob: Tensor,
+    w1: Sequence[Tensor],
+    w2: Sequence[Tensor],
+    b1: Optional[Tensor],
+    b2: Optional[Tensor],
+    options: Options,
+    text: str,
+    *,
+    quantized: Optional[Sequence[Tensor]] = None,
+    fused: bool = False,
+) -> Tensor:
+    """:func:`grouped_mlp` with options and the same as text; ``quantized`` weights are taken as they are."""
+    expect_cpu("x", x)
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.bfloat16)
+    _check(x, prob, w1, w2, options)
+    x, prob = x.contiguous(), prob.to(torch.float32).contiguous()
+    b1 = None if b1 is None else b1.to(torch.float32).contiguous()
+    b2 = None if b2 is None else b2.to(torch.float32).contiguous()
+    counted = as_splits(splits, x.device)
+    nvfp4 = options.precision == "nvfp4"
+
+    recording = torch.is_grad_enabled()
+    params = [*w1, *w2] + ([b1, b2] if b1 is not None and b2 is not None else [])
+    weights = recording and any(p.requires_grad for p in params)
+    input = recording and (x.requires_grad or (prob.requires_grad and not weights))
+
+    if quantized is None:
+        quantized = [*quantize_weights(w1), *quantize_weights(w2)] if nvfp4 else _read(w1, w2)
+    if not (input or weights):
+        half = 3 if nvfp4 else len(w1)
+        read = list(quantized) or [*w1, *w2]
+        outputs: list[Tensor] = torch.ops.moe4.grouped_mlp_forward(
+            x, prob, counted, read[:half], read[half:], b1, b2, text, False, False
+        )
+        return outputs[0]
+    if nvfp4 and options.gradient_rounding == "stochastic":
+        seed = torch.randint(0, 2**62, (1,), dtype=torch.int64)
+    else:
+        seed = torch.empty(0, dtype=torch.int64)
+    run = _run_fused if fused and weights else _run
+    return run(
+        x, prob, b1, b2, counted, seed, text, input, weights,
+        nvfp4, fused and weights, len(w1), len(w2), *w1, *w2, *quantized,
+    )  # fmt: skip
+
+
+def quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and amax of one projection, without gradient."""
+    with torch.no_grad():
+        parts: tuple[Tensor, Tensor, Tensor] = torch.ops.moe4.quantize_weights(
+            [weight.detach().to(torch.bfloat16).contiguous() for weight in weights]
+        )
+    return parts
+
+
+def _read(w1: Sequence[Tensor], w2: Sequence[Tensor]) -> list[Tensor]:
+    """What BF16 products read, if it is not the weights themselves."""
+    both = [*w1, *w2]
+    if all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in both):
+        return []
+    with torch.no_grad():
+        return [w.detach().to(torch.bfloat16).contiguous() for w in both]
+
+
+def _listed(weights: Weights) -> Sequence[Tensor]:
+    return [weights] if isinstance(weights, Tensor) else list(weights)
+
+
+def _check(x: Tensor, prob: Tensor, w1: Sequence[Tensor], w2: Sequence[Tensor], options: Options) -> None:
+    """What torch's dispatcher would tell less clearly; shapes of the rest are the compiled part's to check."""
+    shapes = (options.fc1_rows, options.hidden), (options.hidden, options.ffn)
+    dtype = w1[0].dtype
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"w1: expected torch.bfloat16 or torch.float32, got {dtype}")
+    for name, tensors, (n, k) in (("w1", w1, shapes[0]), ("w2", w2, shapes[1])):
+        shape = (options.experts, n, k) if len(tensors) == 1 and tensors[0].dim() == 3 else (n, k)
+        if len(shape) == 2 and len(tensors) != options.experts:
+            raise ValueError(f"{name}: expected one tensor for each of {options.experts} experts, got {len(tensors)}")
+        for at, tensor in enumerate(tensors):
+            if tensor.shape != shape:
+                raise ValueError(f"{name}[{at}]: expected shape {list(shape)}, got {list(tensor.shape)}")
+            if tensor.dtype != dtype:
+                raise TypeError(f"{name}[{at}]: expected {dtype}, as the first weight is, got {tensor.dtype}")
+            if tensor.device != x.device:
+                raise ValueError(f"{name}[{at}]: expected a tensor on {x.device}, as x is, got {tensor.device}")
+    if prob.device != x.device:
+        raise ValueError(f"prob: expected a tensor on {x.device}, as x is, got one on {prob.device}")
+    if not prob.is_floating_point():
+        raise TypeError(f"prob: expected a floating dtype, got {prob.dtype}")
+
+
+def plan(
+    experts: int,
+    hidden: int,
+    ffn: int,
+    *,
+    activation: Activation = "swiglu",
+    glu_layout: GluLayout = "halves",
+    bias: bool = False,
+    precision: Precision = "nvfp4",
+    recompute: bool = False,
+    fc1_rht: Optional[int] = 0xD7E8,
+    fc2_rht: Optional[int] = 0xD7E8,
+    gradient_rounding: GradientRounding = "stochastic",
+    dc_amax: DcAmax = "exact",
+    input_grad: bool = True,
+    weight_grad: bool = True,
+) -> str:
+    """What a forward and its backward will do: copies, passes, saved tensors. Nothing runs."""
+    options = Options(
+        experts, hidden, ffn, activation, glu_layout, bias, precision, recompute,
+        fc1_rht, fc2_rht, gradient_rounding, dc_amax,
+    )  # fmt: skip
+    return _moe4.plan(options.text(), input_grad, weight_grad)

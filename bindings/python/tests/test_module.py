@@ -1,0 +1,330 @@
+"""``GroupedMLP`` as a part of torch: compilation, checkpointing, autocast, state, threads, processes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+import moe4
+from moe4 import _operator
+
+SPLITS = torch.tensor([10, 0, 21, 7])
+
+
+def layer(**options: Any) -> moe4.GroupedMLP:
+    return moe4.GroupedMLP(4, 64, 32, **options)
+
+
+def inputs(rows: int = 40) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 64).bfloat16(), torch.rand(rows)
+
+
+def step(function: Any, m: moe4.GroupedMLP, x: Tensor, prob: Tensor, seed: int = 3) -> list[Tensor]:
+    torch.manual_seed(seed)
+    x, prob = x.clone().requires_grad_(), prob.clone().requires_grad_()
+    m.zero_grad()
+    y = function(x, SPLITS, prob)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, prob.grad, *(p.grad.clone() for p in m.parameters())]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(p, q) for p, q in zip(a, b))
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": True, "recompute": True}, {"precision": "bf16"}, {"per_expert": True}])
+def test_compiled_gives_the_same(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    # Nearest: the compiler draws its seeds from a generator of its own.
+    m = layer(gradient_rounding="nearest", **options)
+    x, prob = inputs()
+    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
+    assert same(step(m, m, x, prob), step(compiled, m, x, prob))
+    x, prob = inputs(56)
+    assert same(step(m, m, x, prob), step(compiled, m, x, prob)), "another number of rows"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++")
+def test_compiled_by_inductor() -> None:
+    torch._dynamo.reset()
+    m = layer(gradient_rounding="nearest")
+    x, prob = inputs()
+
+    def around(x: Tensor, splits: Tensor, prob: Tensor) -> Tensor:
+        return m(x.T.contiguous().T * 2, splits, prob.sqrt()) + 1
+
+    results = step(around, m, x, prob), step(torch.compile(around, fullgraph=True, dynamic=True), m, x, prob)
+    assert torch.equal(results[0][0], results[1][0])
+    for a, b in zip(*results):
+        assert torch.allclose(a.float(), b.float(), rtol=1e-2, atol=1e-2 * float(a.float().abs().max()))
+
+
+def test_fused_gradients_leave_the_graph() -> None:
+    torch._dynamo.reset()
+    m = layer(gradient_rounding="nearest", fuse_wgrad_accumulation=True)
+    x, prob = inputs()
+    sums = []
+    for function in (m, torch.compile(m, backend="aot_eager")):
+        for w in (m.w1, m.w2):
+            w.main_grad = torch.zeros(w.shape)
+        function(x * 2, SPLITS, prob).sum().backward()
+        sums.append([m.w1.main_grad, m.w2.main_grad])
+    assert same(*sums) and sums[0][0].abs().sum() > 0 and m.w1.grad is None
+
+
+def test_weight_versions_compile() -> None:
+    torch._dynamo.reset()
+    m = layer(gradient_rounding="nearest")
+    x, prob = inputs()
+    compiled = torch.compile(m, backend="aot_eager")
+    for version in (0, 1, 2):
+        with torch.no_grad():
+            m.w1.mul_(1.5)
+        assert torch.equal(compiled(x, SPLITS, prob, weight_version=version), m(x, SPLITS, prob))
+
+
+def test_stochastic_rounding_compiles() -> None:
+    torch._dynamo.reset()
+    m = layer()
+    x, prob = inputs()
+    eager, compiled = step(m, m, x, prob), step(torch.compile(m, fullgraph=True, backend="aot_eager"), m, x, prob)
+    assert torch.equal(eager[0], compiled[0]) and (eager[3] - compiled[3]).norm() < 0.3 * eager[3].norm()
+
+
+def test_exported() -> None:
+    m = layer(bias=True)
+    x, prob = inputs()
+    rows = torch.export.Dim("rows", min=2, max=4096)
+    program = torch.export.export(m, (x, SPLITS, prob), dynamic_shapes=({0: rows}, None, {0: rows}))
+    x, prob = inputs(72)
+    with torch.no_grad():
+        assert torch.equal(program.module()(x, SPLITS, prob), m(x, SPLITS, prob))
+    assert any("grouped_mlp_forward" in str(node.target) for node in program.graph.nodes)
+
+
+@pytest.mark.parametrize("precision", ["nvfp4", "bf16"])
+def test_operators_keep_their_promises(precision: str) -> None:
+    m = layer(precision=precision, bias=True)
+    x, prob = inputs()
+    w1, w2 = [m.w1.detach()], [m.w2.detach()]
+    torch.library.opcheck(torch.ops.moe4.quantize_weights, (w1,))
+    if precision == "nvfp4":
+        w1, w2 = list(_operator.quantize_weights(w1)), list(_operator.quantize_weights(w2))
+    biases = m.b1.detach().float(), m.b2.detach().float()
+    for recompute in (False, True):
+        text = layer(precision=precision, bias=True, recompute=recompute).options.text()
+        for needs in ((False, False), (True, False), (False, True), (True, True)):
+            args = (x, prob, SPLITS, w1, w2, *biases, text, *needs)
+            torch.library.opcheck(torch.ops.moe4.grouped_mlp_forward, args)
+            if not any(needs):
+                continue
+            y, *saved = torch.ops.moe4.grouped_mlp_forward(*args)
+            back = (y, x, prob, SPLITS, w1, w2, *biases, saved, torch.tensor([5]), text, *needs, 3, torch.bfloat16)
+            torch.library.opcheck(torch.ops.moe4.grouped_mlp_backward, back)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    m = layer(bias=True)
+    x, prob = inputs()
+
+    def checkpointed(*args: Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(m, *args, use_reentrant=reentrant)
+
+    assert same(step(m, m, x, prob), step(checkpointed, m, x, prob))
+
+
+def test_saved_tensors_are_seen_by_torch() -> None:
+    x, prob = inputs()
+    x.requires_grad_()
+    sizes = {}
+    for recompute in (False, True):
+        packed: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+            layer(recompute=recompute)(x, SPLITS, prob)
+        sizes[recompute] = sum(t.nbytes for t in packed)
+    bound = (40 + 15 * 4) // 16 * 16
+    assert sizes[False] - sizes[True] == 32 * bound // 2 + 32 * bound // 16, "h is saved as codes and scales, or not at all"
+
+
+def test_autocast() -> None:
+    m = layer(dtype=torch.float32)
+    x, prob = inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = m(x.float(), SPLITS, prob)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, m(x, SPLITS, prob))
+    y.sum().backward()
+    assert m.w1.grad is not None and m.w1.grad.dtype == torch.float32
+
+
+def test_quantized_weights_are_kept_for_a_version() -> None:
+    m = layer()
+    x, prob = inputs()
+    first = m(x, SPLITS, prob, weight_version=0)
+    with torch.no_grad():
+        m.w1.mul_(2)
+    assert torch.equal(first, m(x, SPLITS, prob, weight_version=0)), "of version 0"
+    assert not torch.equal(first, m(x, SPLITS, prob, weight_version=1))
+    assert torch.equal(m(x, SPLITS, prob), m(x, SPLITS, prob, weight_version=1))
+
+
+@pytest.mark.parametrize("per_expert", [False, True])
+def test_state_pickle_copy(per_expert: bool) -> None:
+    m, other = layer(bias=True, per_expert=per_expert), layer(bias=True, per_expert=per_expert)
+    x, prob = inputs()
+    expected = m(x, SPLITS, prob, weight_version=7)
+    assert not torch.equal(expected, other(x, SPLITS, prob))
+    file = io.BytesIO()
+    torch.save(m.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file))
+    for twin in (other, copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        assert torch.equal(expected, twin(x, SPLITS, prob)) and twin._held is None
+    q = moe4.quantize(x)
+    assert torch.equal(pickle.loads(pickle.dumps(q)).dequantize(), q.dequantize())
+
+
+def test_threads_agree() -> None:
+    m = layer()
+    x, prob = inputs()
+    expected = m(x, SPLITS, prob).detach()
+    results: list[Tensor] = []
+
+    def work() -> None:
+        for _ in range(20):
+            results.append(m(x, SPLITS, prob).detach())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(results) == 80 and all(torch.equal(expected, r) for r in results)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert torch.equal(expected, m(x, SPLITS, prob)), "one thread"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_forked_child_works() -> None:
+    m = layer()
+    x, prob = inputs()
+    with torch.no_grad():
+        expected = m(x, SPLITS, prob)
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(2)
+            os._exit(0 if torch.equal(expected, m(x, SPLITS, prob)) else 1)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pytest.fail("the child hangs")
+
+
+def test_ctrl_c_ends_a_long_call() -> None:
+    big = moe4.GroupedMLP(4, 1024, 1024)
+    x, prob = torch.randn(8192, 1024).bfloat16(), torch.rand(8192)
+    splits = [2048] * 4
+    handled: list[float] = []
+
+    def timed() -> tuple[float, float]:
+        """Start and end of a call with a signal on the way."""
+        timer = threading.Timer(0.05, lambda: signal.raise_signal(signal.SIGINT))
+        timer.start()
+        start = time.perf_counter()
+        try:
+            big(x, splits, prob)
+        finally:
+            timer.join()
+        return start, time.perf_counter()
+
+    before = signal.signal(signal.SIGINT, lambda *_: handled.append(time.perf_counter()))
+    try:
+        with torch.no_grad():
+            start, end = timed()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(handled) == 1 and end - handled[0] > 0.3 * (end - start), "handlers run while the call does"
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        timed()
+    assert big(x, splits, prob).isfinite().all(), "and the next call works"
+
+
+def test_the_interpreter_is_free_meanwhile() -> None:
+    big = moe4.GroupedMLP(4, 1024, 1024)
+    x, prob = torch.randn(4096, 1024).bfloat16(), torch.rand(4096)
+    ticks, done = [0], threading.Event()
+
+    def tick() -> None:
+        while not done.is_set():
+            ticks[0] += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    with torch.no_grad():
+        start = time.perf_counter()
+        for _ in range(3):
+            big(x, [1024] * 4, prob)
+        elapsed = time.perf_counter() - start
+    done.set()
+    thread.join()
+    assert ticks[0] > elapsed / 0.02, f"{ticks[0]} ticks in {elapsed:.2f} s"
+
+
+def test_memory_and_references_stay_flat() -> None:
+    m = moe4.GroupedMLP(2, 32, 32, bias=True)
+    x, prob = torch.randn(8, 32).bfloat16().requires_grad_(), torch.rand(8)
+    splits = torch.tensor([5, 3])
+
+    def call() -> None:
+        m(x, splits, prob).sum().backward()
+
+    for _ in range(500):
+        call()
+    gc.collect()
+    counts = [sys.getrefcount(o) for o in (x, prob, splits, m.w1, torch.bfloat16, torch.Tensor)]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(10_000):
+        call()
+    gc.collect()
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert [sys.getrefcount(o) for o in (x, prob, splits, m.w1, torch.bfloat16, torch.Tensor)] == counts
+    # A leak of one small tensor a call would be more than this; KiB.
+    assert grown < 2000, f"{grown} KiB in 10,000 calls"
+
+
+def test_memory_of_failures_stays_flat() -> None:
+    x = torch.randn(64, 512).bfloat16()
+    before = 0
+    for at in range(3000):
+        if at == 1000:
+            gc.collect()
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(ValueError):
+            moe4.group_quantize(x, [65])
+        moe4.quantize(x)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4000

@@ -1,0 +1,510 @@
+//! Expert weights in the names and formats of other programs.
+//!
+//! | names | tensors of an expert or a layer |
+//! |---|---|
+//! | Mixtral | `P.experts.0.w1.weight` (gate `[F, H]`), `.w3.weight` (up), `.w2.weight` (down `[H, F]`) |
+//! | projections | `P.experts.0.gate_proj.weight`, `.up_proj.weight`, `.down_proj.weight`; no gate if it has none |
+//! | fused | `P.experts.gate_up_proj` `[E, 2F, H]`, `P.experts.down_proj` `[E, H, F]`, `…_bias`; both may be transposed |
+//!
+//! | format | tensors of a weight `[n, k]` |
+//! |---|---|
+//! | BF16 | `.weight` BF16, F16 or F32 |
+//! | ModelOpt NVFP4 | `.weight` U8 `[n, k/2]`, `.weight_scale` F8_E4M3 `[n, k/16]`, `.weight_scale_2` F32 = amax/2688 |
+//! | compressed-tensors NVFP4 | `.weight_packed` U8, `.weight_scale` F8_E4M3, `.weight_global_scale` F32 = 2688/amax |
+//!
+//! The two global scales are reciprocals of each other. Gate and up may have different ones.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use half::bf16;
+use safetensors::Dtype;
+
+use super::{CheckpointError, ModelFiles};
+use crate::numerics::scale::{self, RANGE};
+use crate::numerics::{BLOCK, e2m1, e4m3};
+
+/// How the weights of a layer's experts are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertFormat {
+    /// Unquantized.
+    Bf16,
+    /// NVFP4 as ModelOpt writes it.
+    ModelOpt,
+    /// NVFP4 as compressed-tensors writes it.
+    CompressedTensors,
+}
+
+impl fmt::Display for ExpertFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ExpertFormat::Bf16 => "bf16",
+            ExpertFormat::ModelOpt => "modelopt",
+            ExpertFormat::CompressedTensors => "compressed-tensors",
+        })
+    }
+}
+
+/// One of the three matrices of an expert.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Projection {
+    /// `[F, H]`, absent from activations without a gate.
+    Gate,
+    /// `[F, H]`.
+    Up,
+    /// `[H, F]`.
+    Down,
+}
+
+impl Projection {
+    const ALL: [Self; 3] = [Self::Gate, Self::Up, Self::Down];
+
+    fn names(self) -> [&'static str; 2] {
+        match self {
+            Projection::Gate => ["gate_proj", "w1"],
+            Projection::Up => ["up_proj", "w3"],
+            Projection::Down => ["down_proj", "w2"],
+        }
+    }
+}
+
+/// How tensors are named.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Naming {
+    Projections,
+    Mixtral,
+    /// Gate and up in one tensor of all experts; `transposed`: inputs before outputs.
+    Fused {
+        transposed: bool,
+    },
+}
+
+/// The experts of one layer, as found in a model: complete, and of consistent shapes and dtypes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ExpertLayer {
+    /// What stands before `.experts`, such as `model.layers.0.mlp`.
+    pub prefix: String,
+    /// `E`.
+    pub experts: usize,
+    /// `H`.
+    pub hidden: usize,
+    /// `F`.
+    pub ffn: usize,
+    /// Whether there is a gate.
+    pub gated: bool,
+    /// Whether there are biases, which only fused names have.
+    pub bias: bool,
+    /// How weights are stored.
+    pub format: ExpertFormat,
+    pub(super) naming: Naming,
+}
+
+/// A weight in NVFP4, as it lies in a file.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StoredNvfp4 {
+    /// `[n, k/2]`.
+    pub codes: Vec<u8>,
+    /// `[n, k/16]`, no NaN among them.
+    pub scales: Vec<u8>,
+    /// Finite, and positive or 0.
+    pub amax: f32,
+}
+
+/// A tensor's name taken apart.
+pub(super) struct ExpertName<'n> {
+    pub(super) prefix: &'n str,
+    /// `None` for fused names.
+    pub(super) expert: Option<usize>,
+    /// `gate_proj`, `w1`, `gate_up_proj` and so on.
+    pub(super) projection: &'n str,
+    /// `weight`, `weight_scale` and so on; empty for fused names.
+    pub(super) part: &'n str,
+}
+
+impl<'n> ExpertName<'n> {
+    pub(super) fn parse(name: &'n str) -> Option<Self> {
+        let (prefix, rest) = match name.split_once(".experts.") {
+            Some(found) => found,
+            None => ("", name.strip_prefix("experts.")?),
+        };
+        let (first, rest) = rest.split_once('.').unwrap_or((rest, ""));
+        if let Ok(expert) = first.parse() {
+            let (projection, part) = rest.split_once('.')?;
+            return Some(Self { prefix, expert: Some(expert), projection, part });
+        }
+        let fused =
+            ["gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"];
+        (fused.contains(&first) && rest.is_empty()).then_some(Self {
+            prefix,
+            expert: None,
+            projection: first,
+            part: "",
+        })
+    }
+}
+
+fn join(prefix: &str, rest: &str) -> String {
+    if prefix.is_empty() { rest.to_owned() } else { format!("{prefix}.{rest}") }
+}
+
+impl ExpertLayer {
+    /// The layers of experts in a model, in the order of their prefixes.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::BadExperts`], which names the tensor: an expert that misses or is too many, a wrong dtype or
+    /// shape, names of two kinds in one layer.
+    pub fn find(files: &ModelFiles) -> Result<Vec<Self>, CheckpointError> {
+        let mut layers: BTreeMap<String, Vec<(Option<usize>, String, String)>> = BTreeMap::new();
+        for name in files.names() {
+            if let Some(found) = ExpertName::parse(name) {
+                let entry = (found.expert, found.projection.to_owned(), found.part.to_owned());
+                layers.entry(found.prefix.to_owned()).or_default().push(entry);
+            }
+        }
+        layers.into_iter().map(|(prefix, names)| Self::examine(files, prefix, &names)).collect()
+    }
+
+    fn examine(
+        files: &ModelFiles,
+        prefix: String,
+        names: &[(Option<usize>, String, String)],
+    ) -> Result<Self, CheckpointError> {
+        let has = |projection: &str| names.iter().any(|(_, p, _)| p == projection);
+        let part = |part: &str| names.iter().any(|(_, _, p)| p == part);
+        let of_experts = names.iter().filter_map(|(expert, ..)| *expert);
+        if names.iter().any(|(expert, ..)| expert.is_none()) {
+            if let Some(expert) = of_experts.min() {
+                let name = join(&prefix, &format!("experts.{expert}"));
+                return Err(bad(
+                    files,
+                    &name,
+                    "one layer has fused and per-expert tensors; keep one kind".into(),
+                ));
+            }
+            return Self::examine_fused(files, prefix, has("gate_up_proj"), has("down_proj_bias"));
+        }
+        let experts = of_experts.max().map_or(0, |last| last + 1);
+        let format = if part("weight_packed") {
+            ExpertFormat::CompressedTensors
+        } else if part("weight_scale_2") {
+            ExpertFormat::ModelOpt
+        } else {
+            ExpertFormat::Bf16
+        };
+        let naming = if has("w2") { Naming::Mixtral } else { Naming::Projections };
+        let gated = has("gate_proj") || has("w1");
+        let mut layer = Self { prefix, experts, hidden: 0, ffn: 0, gated, bias: false, format, naming };
+        // Before the shape is known: a missing tensor is told as such.
+        let first = layer.weight_name(0, Projection::Down);
+        let [hidden, ffn] = layer.shape_in_file(files, &first)?;
+        (layer.hidden, layer.ffn) = (hidden, ffn);
+        for expert in 0..experts {
+            for projection in layer.projections() {
+                layer.check(files, expert, projection)?;
+            }
+        }
+        Ok(layer)
+    }
+
+    fn examine_fused(
+        files: &ModelFiles,
+        prefix: String,
+        gated: bool,
+        bias: bool,
+    ) -> Result<Self, CheckpointError> {
+        let up = join(&prefix, if gated { "experts.gate_up_proj" } else { "experts.up_proj" });
+        let down = join(&prefix, "experts.down_proj");
+        let dims = |name: &str| {
+            let info = require(files, name)?;
+            if !matches!(info.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32) {
+                return Err(bad(files, name, format!("expected dtype BF16, F16 or F32, got {}", info.dtype)));
+            }
+            <[usize; 3]>::try_from(&info.shape[..]).map_err(|_| {
+                bad(files, name, format!("expected [experts, rows, columns], got shape {:?}", info.shape))
+            })
+        };
+        let ([experts, a, b], [experts_down, c, d]) = (dims(&up)?, dims(&down)?);
+        let factor = if gated { 2 } else { 1 };
+        // Without a gate and with F = H both readings fit; then the usual one is taken.
+        let (transposed, hidden, ffn) = if a == factor * d && b == c {
+            (false, c, d)
+        } else if b == factor * c && a == d {
+            (true, d, c)
+        } else {
+            let problem = format!("its shape {:?} does not go with {:?} of '{down}'", [a, b], [c, d]);
+            return Err(bad(files, &up, problem));
+        };
+        if experts != experts_down {
+            return Err(bad(files, &down, format!("expected {experts} experts, got {experts_down}")));
+        }
+        let naming = Naming::Fused { transposed };
+        let layer = Self { prefix, experts, hidden, ffn, gated, bias, format: ExpertFormat::Bf16, naming };
+        if bias {
+            for (name, n) in layer.bias_names().into_iter().zip([factor * ffn, hidden]) {
+                let info = require(files, &name)?;
+                if info.shape != [experts, n] {
+                    let problem = format!("expected shape {:?}, got {:?}", [experts, n], info.shape);
+                    return Err(bad(files, &name, problem));
+                }
+            }
+        }
+        Ok(layer)
+    }
+
+    /// An error unless the layer has this many experts; it names the first tensor that misses or is too many.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::BadExperts`].
+    pub fn expect_experts(&self, files: &ModelFiles, experts: usize) -> Result<(), CheckpointError> {
+        if self.experts == experts {
+            return Ok(());
+        }
+        let (problem, at) = if self.experts < experts {
+            (
+                format!("expert {} misses: expected {experts} experts, got {}", self.experts, self.experts),
+                self.experts,
+            )
+        } else {
+            (format!("one expert too many: expected {experts} experts, got {}", self.experts), experts)
+        };
+        Err(bad(files, &self.weight_name(at, Projection::Down), problem))
+    }
+
+    /// Those that the layer has.
+    pub fn projections(&self) -> impl Iterator<Item = Projection> + use<> {
+        let gated = self.gated;
+        Projection::ALL.into_iter().filter(move |p| gated || *p != Projection::Gate)
+    }
+
+    /// `[n, k]` of a weight.
+    pub fn shape(&self, projection: Projection) -> [usize; 2] {
+        match projection {
+            Projection::Gate | Projection::Up => [self.ffn, self.hidden],
+            Projection::Down => [self.hidden, self.ffn],
+        }
+    }
+
+    /// A weight in BF16: as stored, or the values that its codes stand for, rounded once.
+    ///
+    /// # Errors
+    ///
+    /// Those of reading; [`CheckpointError::BadExperts`] for scales that are NaN or not finite.
+    pub fn read_bf16(
+        &self,
+        files: &mut ModelFiles,
+        expert: usize,
+        projection: Projection,
+    ) -> Result<Vec<bf16>, CheckpointError> {
+        if let Naming::Fused { transposed } = self.naming {
+            return self.read_fused(files, expert, projection, transposed);
+        }
+        let [n, k] = self.shape(projection);
+        match self.read_nvfp4(files, expert, projection)? {
+            None => files.read_bf16(&self.weight_name(expert, projection), &[n, k]),
+            Some(StoredNvfp4 { codes, scales, amax }) => {
+                let value = |at: usize| {
+                    let (even, odd) = e2m1::unpack(codes[at / 2]);
+                    let code = if at.is_multiple_of(2) { even } else { odd };
+                    bf16::from_f32(scale::dequantize(code, scales[at / BLOCK], amax))
+                };
+                Ok((0..n * k).map(value).collect())
+            }
+        }
+    }
+
+    /// A weight in NVFP4, or `None` if it is stored in BF16.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`ExpertLayer::read_bf16`].
+    pub fn read_nvfp4(
+        &self,
+        files: &mut ModelFiles,
+        expert: usize,
+        projection: Projection,
+    ) -> Result<Option<StoredNvfp4>, CheckpointError> {
+        let ([n, k], part) = (self.shape(projection), |part| self.part_name(expert, projection, part));
+        let (codes, global) = match self.format {
+            ExpertFormat::Bf16 => return Ok(None),
+            ExpertFormat::ModelOpt => ("weight", "weight_scale_2"),
+            ExpertFormat::CompressedTensors => ("weight_packed", "weight_global_scale"),
+        };
+        let scales_name = part("weight_scale");
+        let codes = files.read_shaped::<u8>(&part(codes), &[n, k / 2])?;
+        let scales = files.read_shaped::<u8>(&scales_name, &[n, k / BLOCK])?;
+        if let Some(at) = scales.iter().position(|byte| byte & 0x7F == e4m3::NAN) {
+            let place = [at / (k / BLOCK), at % (k / BLOCK)];
+            return Err(bad(files, &scales_name, format!("scale {place:?} is NaN; the file is damaged")));
+        }
+        let name = part(global);
+        let shape = files.info(&name)?.shape.clone();
+        let stored = files.read_shaped::<f32>(&name, &shape)?[0];
+        let amax = amax_of(self.format, stored).ok_or_else(|| {
+            bad(
+                files,
+                &name,
+                format!("expected a finite, positive number, got {stored}; the file is damaged"),
+            )
+        })?;
+        Ok(Some(StoredNvfp4 { codes, scales, amax }))
+    }
+
+    /// Biases of both projections, `[E, N1]` and `[E, H]`; rows of the first in the order of [`ExpertLayer::elementwise`].
+    ///
+    /// # Errors
+    ///
+    /// Those of reading.
+    pub fn read_biases(&self, files: &mut ModelFiles) -> Result<Option<[Vec<bf16>; 2]>, CheckpointError> {
+        if !self.bias {
+            return Ok(None);
+        }
+        let [b1, b2] = self.bias_names();
+        let n1 = if self.gated { 2 * self.ffn } else { self.ffn };
+        Ok(Some([
+            files.read_bf16(&b1, &[self.experts, n1])?,
+            files.read_bf16(&b2, &[self.experts, self.hidden])?,
+        ]))
+    }
+
+    /// Whether gate and up rows alternate in the file. Files do not say; those with transposed fused tensors and
+    /// biases (GPT-OSS) do it.
+    pub fn elementwise(&self) -> bool {
+        self.gated && self.bias && self.naming == Naming::Fused { transposed: true }
+    }
+
+    fn read_fused(
+        &self,
+        files: &mut ModelFiles,
+        expert: usize,
+        projection: Projection,
+        transposed: bool,
+    ) -> Result<Vec<bf16>, CheckpointError> {
+        let [n, k] = self.shape(projection);
+        let stacked = if self.gated && projection != Projection::Down { 2 * n } else { n };
+        let shape = if transposed { [self.experts, k, stacked] } else { [self.experts, stacked, k] };
+        let name = self.weight_name(expert, projection);
+        let all = files.read_bf16_part(&name, &shape, expert)?;
+        let row = |i: usize| match (stacked == n, self.elementwise(), projection) {
+            (true, ..) => i,
+            (_, true, Projection::Gate) => 2 * i,
+            (_, true, _) => 2 * i + 1,
+            (_, false, Projection::Gate) => i,
+            (_, false, _) => n + i,
+        };
+        let value = |at: usize| match (row(at / k), at % k) {
+            (row, col) if transposed => all[col * stacked + row],
+            (row, col) => all[row * k + col],
+        };
+        Ok((0..n * k).map(value).collect())
+    }
+
+    fn bias_names(&self) -> [String; 2] {
+        let up = if self.gated { "experts.gate_up_proj_bias" } else { "experts.up_proj_bias" };
+        [join(&self.prefix, up), join(&self.prefix, "experts.down_proj_bias")]
+    }
+
+    /// The tensor that holds the weight, or its codes.
+    pub(super) fn weight_name(&self, expert: usize, projection: Projection) -> String {
+        let part = if self.format == ExpertFormat::CompressedTensors { "weight_packed" } else { "weight" };
+        match (self.naming, projection) {
+            (Naming::Fused { .. }, Projection::Down) => join(&self.prefix, "experts.down_proj"),
+            (Naming::Fused { .. }, _) if self.gated => join(&self.prefix, "experts.gate_up_proj"),
+            (Naming::Fused { .. }, _) => join(&self.prefix, "experts.up_proj"),
+            _ => self.part_name(expert, projection, part),
+        }
+    }
+
+    /// `P.experts.3.up_proj.weight_scale`.
+    pub(super) fn part_name(&self, expert: usize, projection: Projection, part: &str) -> String {
+        let name = projection.names()[usize::from(self.naming == Naming::Mixtral)];
+        join(&self.prefix, &format!("experts.{expert}.{name}.{part}"))
+    }
+
+    /// `[n, k]` of a stored weight.
+    fn shape_in_file(&self, files: &ModelFiles, name: &str) -> Result<[usize; 2], CheckpointError> {
+        let shape = &require(files, name)?.shape;
+        match (&shape[..], self.format) {
+            (&[n, k], ExpertFormat::Bf16) => Ok([n, k]),
+            (&[n, half], _) => Ok([n, 2 * half]),
+            _ => Err(bad(files, name, format!("expected 2 dimensions, got shape {shape:?}"))),
+        }
+    }
+
+    fn check(
+        &self,
+        files: &ModelFiles,
+        expert: usize,
+        projection: Projection,
+    ) -> Result<(), CheckpointError> {
+        let [n, k] = self.shape(projection);
+        let part = |part: &str| self.part_name(expert, projection, part);
+        let expect = |name: &str, dtypes: &[Dtype], shapes: &[&[usize]], hint: &str| {
+            let info = require(files, name)?;
+            if !dtypes.contains(&info.dtype) {
+                let expected: Vec<String> = dtypes.iter().map(Dtype::to_string).collect();
+                let problem = format!("expected dtype {}, got {}", expected.join(" or "), info.dtype);
+                return Err(bad(files, name, problem));
+            }
+            if !shapes.iter().any(|shape| info.shape == *shape) {
+                let problem = format!("expected shape {:?}, got {:?}{hint}", shapes[0], info.shape);
+                return Err(bad(files, name, problem));
+            }
+            Ok(())
+        };
+        if self.format == ExpertFormat::Bf16 {
+            return expect(&part("weight"), &[Dtype::BF16, Dtype::F16, Dtype::F32], &[&[n, k]], "");
+        }
+        expect(&self.weight_name(expert, projection), &[Dtype::U8], &[&[n, k / 2]], "")?;
+        if !k.is_multiple_of(BLOCK) {
+            let problem = format!("expected columns in multiples of 16, got {k}");
+            return Err(bad(files, &self.weight_name(expert, projection), problem));
+        }
+        let scales = part("weight_scale");
+        let swizzled = files.info(&scales).is_ok_and(|info| info.shape.len() == 1);
+        let hint =
+            if swizzled { "; swizzled scales cannot be told apart, write them row by row" } else { "" };
+        expect(&scales, &[Dtype::F8_E4M3], &[&[n, k / BLOCK]], hint)?;
+        let global =
+            if self.format == ExpertFormat::ModelOpt { "weight_scale_2" } else { "weight_global_scale" };
+        expect(&part(global), &[Dtype::F32], &[&[1], &[]], "")
+    }
+}
+
+/// The amax of a stored global scale, `None` if it has none.
+///
+/// Amaxes of BF16 tensors are BF16 numbers. If the stored scale is that of one, this one is taken, so that going from
+/// one format to the other and back changes nothing.
+fn amax_of(format: ExpertFormat, stored: f32) -> Option<f32> {
+    if !stored.is_finite() || stored < 0.0 || (format == ExpertFormat::CompressedTensors && stored == 0.0) {
+        return None;
+    }
+    let near = match format {
+        ExpertFormat::CompressedTensors => RANGE / stored,
+        _ => stored * RANGE,
+    };
+    let exact = bf16::from_f32(near).to_f32();
+    let amax = if global_scale(format, exact) == stored { exact } else { near };
+    amax.is_finite().then_some(amax)
+}
+
+/// What a format stores for an amax. An amax of 0 stands for a scale of 1, as all values are 0.
+pub(super) fn global_scale(format: ExpertFormat, amax: f32) -> f32 {
+    match format {
+        ExpertFormat::CompressedTensors if amax == 0.0 => 1.0,
+        ExpertFormat::CompressedTensors => RANGE / amax,
+        _ => amax / RANGE,
+    }
+}
+
+fn require<'f>(files: &'f ModelFiles, name: &str) -> Result<&'f super::TensorInfo, CheckpointError> {
+    if files.contains(name) {
+        return files.info(name);
+    }
+    Err(bad(files, name, "the tensor misses; every expert needs all of its tensors".into()))
+}
+
+pub(super) fn bad(files: &ModelFiles, name: &str, problem: String) -> CheckpointError {
+    CheckpointError::BadExperts { path: files.path_of(name).to_path_buf(), name: name.into(), problem }
+}
