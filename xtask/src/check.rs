@@ -12,7 +12,6 @@ use anyhow::{Context, Result, bail};
 
 use crate::kernels;
 use crate::layers;
-use crate::python;
 use crate::totals::Totals;
 
 /// What a step does.
@@ -29,8 +28,6 @@ enum Action {
     Layers,
     /// The CUDA kernels, compiled for every architecture.
     Kernels,
-    /// The Python package.
-    Python,
 }
 
 struct Step {
@@ -73,7 +70,6 @@ const STEPS: &[Step] = &[
     },
     // Includes the README's Rust code, which the library's crate carries as a doc test.
     Step { name: "doc tests", action: Action::DocTests(&["test", "--workspace", "--doc"]) },
-    Step { name: "python package", action: Action::Python },
 ];
 
 /// Which program runs the tests.
@@ -107,7 +103,6 @@ fn run_step(root: &Path, runner: Runner, action: &Action, totals: &mut Totals) -
     match *action {
         Action::Layers => layers::run(root),
         Action::Kernels => kernels::run(root, false),
-        Action::Python => python::run(root, totals),
         Action::Cargo(arguments) => execute(cargo(root).args(arguments)),
         Action::CargoWith(arguments, (name, value)) => execute(cargo(root).args(arguments).env(name, value)),
         Action::DocTests(arguments) => {

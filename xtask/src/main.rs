@@ -2,11 +2,13 @@
 //!
 //! - `check`: everything the continuous integration checks, in the same order.
 //! - `kernels`: only the CUDA kernels, compiled for every architecture; with `--bless` it records what they need.
+//! - `bench`: the CPU's shapes of `moe4 bench` with PyTorch beside it, recorded; what follows goes to `moe4 bench`.
 //! - `python`: only the Python package, built and tested.
 //! - `layers`: only the rules on which module and which crate may use which (fast).
 
 #![forbid(unsafe_code)]
 
+mod bench;
 mod check;
 mod kernels;
 mod layers;
@@ -21,10 +23,11 @@ use std::process::ExitCode;
 const USAGE: &str = "usage: cargo xtask TASK
 
 tasks:
-  check             format, layers, clippy, kernels, docs, tests, doc tests, python
+  check             format, layers, clippy, kernels, docs, tests, doc tests
   kernels           compile the CUDA kernels for every architecture, no GPU needed
   kernels --bless   and record the registers and memory that they need
-  python            build the Python package and run its tests
+  bench [ARGS]      moe4 bench on the CPU beside PyTorch, which it installs, recorded in bench/record
+  python            build the Python package and run its tests; installs torch (5 GB)
   layers            which module and which crate may use which";
 
 fn main() -> ExitCode {
@@ -33,6 +36,7 @@ fn main() -> ExitCode {
         ["check"] => check::run(&repository_root()),
         ["kernels"] => kernels::run(&repository_root(), false),
         ["kernels", "--bless"] => kernels::run(&repository_root(), true),
+        ["bench", ..] => bench::run(&repository_root(), &arguments[1..]),
         ["python"] => python::run(&repository_root(), &mut totals::Totals::default()),
         ["layers"] => layers::run(&repository_root()),
         ["help" | "--help" | "-h"] => {

@@ -86,12 +86,18 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Runs every check.
 pub fn run<B: Backend>(backend: &B) -> Report {
-    run_checks(backend, checks::all())
+    run_watched(backend, |_| {})
+}
+
+/// Runs every check and tells the name of each before it starts: some take seconds, and one that never ends should be
+/// known by its name.
+pub fn run_watched<B: Backend>(backend: &B, starts: impl FnMut(&'static str)) -> Report {
+    run_checks(backend, checks::all(), starts)
 }
 
 /// Runs the checks that need host memory.
 pub fn run_host_memory<B: Backend<Memory = Host>>(backend: &B) -> Report {
-    run_checks(backend, checks::host_memory())
+    run_checks(backend, checks::host_memory(), |_| {})
 }
 
 /// Runs the checks of these names.
@@ -104,12 +110,17 @@ pub fn run_only<B: Backend>(backend: &B, names: &[&str]) -> Report {
         assert!(checks.iter().any(|check| check.name == *name), "no check is named {name}");
     }
     checks.retain(|check| names.contains(&check.name));
-    run_checks(backend, checks)
+    run_checks(backend, checks, |_| {})
 }
 
-fn run_checks<B: Backend>(backend: &B, checks: Vec<Check<B>>) -> Report {
+fn run_checks<B: Backend>(
+    backend: &B,
+    checks: Vec<Check<B>>,
+    mut starts: impl FnMut(&'static str),
+) -> Report {
     let capabilities = backend.capabilities();
     let line = |Check { name, run, needs }: Check<B>| {
+        starts(name);
         if let Some(reason) = needs.missing(&capabilities) {
             return Line { name, verdict: Verdict::Skipped(reason) };
         }

@@ -4,8 +4,8 @@
 //   a line of a part is `line` bytes, of which the first `alive` belong to experts:
 //     all; `count` rows of `per` bytes in a tensor [T, cols]; or `count` token positions, 1 << shift of them in a byte
 //
-// A launch copies one window of the store, words of 16 bytes, a thread a word. Into pages, words without a live byte are
-// left out. Out of pages, dead bytes become zero, whatever the page holds there.
+// A launch copies one window of the store, words of 16 bytes, a thread a word. Into pages, words without a live byte
+// are left out. Out of pages, dead bytes become zero, whatever the page holds there.
 //
 // Compile-time choices: RESTORE (out of pages).
 #include "numerics.cuh"
@@ -23,8 +23,8 @@ struct Part {
 
 struct Window {
     u8* pool;
-    u64 first;           // first byte, where a page begins
-    u32 words;           // of 16 bytes
+    u64 first;  // first byte, where a page begins
+    u32 words;  // of 16 bytes
     u32 words_per_page;
     u32 parts, unused;
     Part part[MOST_PARTS];  // in the order of `at`

@@ -78,8 +78,9 @@ struct Block {
 // What the blocks of one expert's operand share: the factor of a block's amax, and for each scale byte what its
 // elements are multiplied by. After a transform both are a quarter of that and the elements are left four times as
 // large: exact, unless an element that counts is subnormal when divided by four, which only an amax below 2^-80 allows.
-// Stochastic rounding wants 2^-8 of the multiplier, which is exact unless the amax is above 2^100. A quarter of the smallest multipliers is not
-// exact either, but they are for blocks above 2^126, where a transformed value four times as large is infinite.
+// Stochastic rounding wants 2^-8 of the multiplier, which is exact unless the amax is above 2^100. A quarter of the
+// smallest multipliers is not exact either, but they are for blocks above 2^126, where a transformed value four times
+// as large is infinite.
 struct Scaling {
     float multipliers[128];
     float block;  // NaN if no block may take the short way

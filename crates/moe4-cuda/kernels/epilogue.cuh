@@ -27,14 +27,14 @@ struct ExpertScales {
 };
 
 DEVICE ExpertScales load_scales(const Scales& scales, u32 expert) {
-    return {scales.a ? __ldg(scales.a + expert) : 0.0f, scales.b ? __ldg(scales.b + expert) : 0.0f,
-            scales.a != nullptr, scales.b != nullptr};
+    return {scales.a ? __ldg(scales.a + expert) : 0.0f, scales.b ? __ldg(scales.b + expert) : 0.0f, scales.a != nullptr,
+            scales.b != nullptr};
 }
 
 DEVICE float product_alpha(const Scales& scales, u32 expert) { return load_scales(scales, expert).alpha(); }
 
-// 32 columns, rounded: the first lies at column `col` of an output with columns up to `end`. `bias` begins at the output's
-// column 0, or there is none.
+// 32 columns, rounded: the first lies at column `col` of an output with columns up to `end`. `bias` begins at the
+// output's column 0, or there is none.
 DEVICE void round_group(Words& w, const float (&acc)[4][4], u32 col, u32 end, float alpha, const float* bias,
                         const RowValues& weight) {
 #pragma unroll

@@ -43,8 +43,7 @@ DEVICE PairOfFeatures differentiate(float first, float second, u32 gate, u32 up,
 }
 
 // For diagnosis: 32 features from `feature` on.
-DEVICE void store_dh(const float (&acc)[4][4], const FragmentRows& rows, u32 feature, float alpha,
-                     const DactOut& out) {
+DEVICE void store_dh(const float (&acc)[4][4], const FragmentRows& rows, u32 feature, float alpha, const DactOut& out) {
 #pragma unroll
     for (u32 k = 0; k < 4; k++)
 #pragma unroll

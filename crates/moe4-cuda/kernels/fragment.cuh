@@ -5,9 +5,9 @@
 //   Slab                16 rows x 32 columns of BF16 in shared memory that belongs to the warp alone
 //
 // Rows are read and written in pieces of 16 bytes, four lanes a row, which go through a slab: there each lane finds the
-// pairs of columns that it has accumulators of, and each column is found by one lane (fragment_amax.cuh). Rows of a slab
-// are 80 bytes apart, so that no two lanes of a pass over pairs or over columns meet in a bank. Tensors have rows of a
-// multiple of 16 bytes, at such addresses.
+// pairs of columns that it has accumulators of, and each column is found by one lane (fragment_amax.cuh). Rows of a
+// slab are 80 bytes apart, so that no two lanes of a pass over pairs or over columns meet in a bank. Tensors have rows
+// of a multiple of 16 bytes, at such addresses.
 #pragma once
 #include "numerics.cuh"
 
@@ -20,8 +20,9 @@ DEVICE u32 lane() { return threadIdx.x % 32; }
 DEVICE u32 lane_row() { return lane() / 4; }      // g
 DEVICE u32 lane_of_quad() { return lane() % 4; }  // t
 
-// Group `group` of 32 columns. Epilogues that do much with an element take a group at a time in a loop that is not unrolled:
-// written out for all columns of a tile they outgrow the instruction cache. Registers have no index, hence the steps.
+// Group `group` of 32 columns. Epilogues that do much with an element take a group at a time in a loop that is not
+// unrolled: written out for all columns of a tile they outgrow the instruction cache. Registers have no index, hence
+// the steps.
 template <u32 N8, u32 HERE = 0>
 DEVICE void take_group(float (&v)[4][4], const float (&acc)[N8][4], u32 group) {
     if (HERE + 1 == N8 / 4 || group == HERE) {
@@ -76,9 +77,9 @@ DEVICE RowPieces load_pieces(const u16* from, u64 cols, const FragmentRows& rows
     return v;
 }
 
-constexpr u32 SLAB_PITCH = 20;                                // words from a row to the next
-constexpr u32 SLAB_WORDS = FRAGMENT_ROWS * SLAB_PITCH + 16;   // neighbours are half of the banks apart
-constexpr u32 SLABS = 3;                                      // of a warp
+constexpr u32 SLAB_PITCH = 20;                               // words from a row to the next
+constexpr u32 SLAB_WORDS = FRAGMENT_ROWS * SLAB_PITCH + 16;  // neighbours are half of the banks apart
+constexpr u32 SLABS = 3;                                     // of a warp
 constexpr u32 SLABS_BYTES = SLABS * SLAB_WORDS * 4;
 
 // Between writing and reading by other lanes, and before writing again, the warp must meet (`__syncwarp`).
@@ -104,8 +105,7 @@ struct Slab {
         const u32 at = col + 8 * lane_of_quad();
 #pragma unroll
         for (u32 half = 0; half < 2; half++)
-            if (rows.has(half) && at < end)
-                *reinterpret_cast<uint4*>(to + rows.row(half) * cols + at) = piece(half);
+            if (rows.has(half) && at < end) *reinterpret_cast<uint4*>(to + rows.row(half) * cols + at) = piece(half);
     }
 };
 

@@ -3,9 +3,9 @@
 //
 // Rows of a tile begin at their expert's first row, so 16 rows of a fragment are one group of the transform, rows past
 // the end being zeros. The transform takes columns from slabs, a lane a column or two. Of its last butterflies only the
-// larger magnitude counts: that of a + b and a - b is |a| + |b|, with the same rounding. Rounding to BF16 keeps the order, so
-// only the maximum is divided by four and rounded. A NaN loses every comparison, as it should; a maximum that is infinite
-// sends the warp back to what it has stored, for the finite ones.
+// larger magnitude counts: that of a + b and a - b is |a| + |b|, with the same rounding. Rounding to BF16 keeps the
+// order, so only the maximum is divided by four and rounded. A NaN loses every comparison, as it should; a maximum that
+// is infinite sends the warp back to what it has stored, for the finite ones.
 //
 // Compile-time choices: AMAX, SIGN_MASK.
 #pragma once
@@ -41,8 +41,7 @@ DEVICE float transformed_max(float (&v)[FRAGMENT_ROWS], u32 sign_mask) {
             }
     float m = 0.0f;
 #pragma unroll
-    for (u32 i = 0; i < FRAGMENT_ROWS / 2; i++)
-        m = fmaxf(m, __fadd_rn(fabsf(v[i]), fabsf(v[i + FRAGMENT_ROWS / 2])));
+    for (u32 i = 0; i < FRAGMENT_ROWS / 2; i++) m = fmaxf(m, __fadd_rn(fabsf(v[i]), fabsf(v[i + FRAGMENT_ROWS / 2])));
     return m;
 }
 

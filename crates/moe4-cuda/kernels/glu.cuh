@@ -50,7 +50,8 @@ DEVICE u32 fc1_row(u32 i, u32 width, u32 feature, u32 ffn) {
     return row < fc1_columns(ffn) ? row : NO_WEIGHT_ROW;
 }
 
-// The 32 features from `feature` on in memory: their columns of c in two runs of 32, or in one without an up projection.
+// The 32 features from `feature` on in memory: their columns of c in two runs of 32, or in one without an up
+// projection.
 struct FeaturePieces {
     RowPieces first, second;
 };

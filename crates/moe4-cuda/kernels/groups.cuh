@@ -33,12 +33,8 @@ struct TileWords {
 
     __device__ __forceinline__ Tile tile() const {
         const auto join = [](u32 low, u32 high) { return (u64)high << 32 | low; };
-        return {join(first.x, first.y),
-                join(first.z, first.w),
-                join(second.x, second.y),
-                second.z,
-                (u16)second.w,
-                (u16)(second.w >> 16)};
+        return {join(first.x, first.y), join(first.z, first.w), join(second.x, second.y), second.z,
+                (u16)second.w,          (u16)(second.w >> 16)};
     }
 };
 

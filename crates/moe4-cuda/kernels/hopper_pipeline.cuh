@@ -69,8 +69,8 @@ struct Ring {
 };
 
 // acc = the sum of products over `blocks` > 0 blocks of sixteen of the contraction, by warp group `group`. Stages hold
-// four; what lies behind the last block in its stage is zero, or, if the contraction is RAGGED, zeros take its place. Of a
-// tile whose columns end early, the first COLUMNS.
+// four; what lies behind the last block in its stage is zero, or, if the contraction is RAGGED, zeros take its place.
+// Of a tile whose columns end early, the first COLUMNS.
 template <u32 COLUMNS, bool MN_MAJOR, bool RAGGED>
 DEVICE void multiply(Ring& ring, float (&acc)[N8][4], u32 blocks, u32 group) {
     constexpr u32 A_STEP = BLOCK * 2, B_STEP = MN_MAJOR ? BLOCK * LINE : BLOCK * 2;
@@ -100,9 +100,9 @@ DEVICE void multiply(Ring& ring, float (&acc)[N8][4], u32 blocks, u32 group) {
     if (leader) barrier_arrive(before);
 }
 
-// What a warp group does whose rows of the tile are not there: it lets the other one have the matrix unit. Only its first
-// warp follows the stages; the others may neither fall behind, where they would take one turn of the ring for another,
-// nor run ahead.
+// What a warp group does whose rows of the tile are not there: it lets the other one have the matrix unit. Only its
+// first warp follows the stages; the others may neither fall behind, where they would take one turn of the ring for
+// another, nor run ahead.
 DEVICE void skip(Ring& ring, u32 blocks, u32 group) {
     const bool follows = threadIdx.x % WARP_GROUP < 32, leader = threadIdx.x % WARP_GROUP == 0;
     for (u32 done = 0; done < blocks; done += STAGE_BLOCKS) {

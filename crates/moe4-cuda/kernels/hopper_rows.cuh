@@ -4,8 +4,8 @@
 //                 MN-major      [k, n]: dgrad
 //   SPLIT_HALVES  the tile's columns are two runs of rows of W1: gates, and the ups of the same features
 //
-// See hopper_pipeline.cuh for the main loop and groups.cuh for tiles of rows. Copies of a tile may reach rows behind the
-// expert's last; what they give stays in accumulators that no epilogue looks at.
+// See hopper_pipeline.cuh for the main loop and groups.cuh for tiles of rows. Copies of a tile may reach rows behind
+// the expert's last; what they give stays in accumulators that no epilogue looks at.
 #pragma once
 #include "epilogue.cuh"
 #include "groups.cuh"
@@ -47,8 +47,8 @@ DEVICE void copy_rows(Ring ring, const TensorMap* a, const TensorMap* w, const G
 }
 
 // For each fragment of an expert's rows, `prepare(rows, expert, place)` loads what its epilogue will want, while the
-// products run, and `finish(acc, prepared, rows, expert, place, slabs)` is the epilogue. `nobody(tile, place)` gets tiles
-// of nobody's rows.
+// products run, and `finish(acc, prepared, rows, expert, place, slabs)` is the epilogue. `nobody(tile, place)` gets
+// tiles of nobody's rows.
 template <bool MN_MAJOR, bool SPLIT_HALVES, class Prepare, class Finish, class Nobody>
 DEVICE void multiply_rows(const TensorMap* a, const TensorMap* w, const Groups& groups, const RowProduct& product,
                           Prepare prepare, Finish finish, Nobody nobody) {

@@ -38,14 +38,12 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-DEVICE void prefetch_map(const TensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
+DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 // A box of a 2-D or 3-D tensor to shared memory; its bytes count towards the barrier's phase.
 DEVICE void copy_box(u32 to, const TensorMap* map, u32 barrier, int x, int y) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-            to),
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+        "[%2];" ::"r"(to),
         "l"(map), "r"(barrier), "r"(x), "r"(y)
         : "memory");
 }
@@ -69,8 +67,8 @@ DEVICE void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// A tile for the matrix unit. K-major (a line holds 64 values along the contraction): patterns of eight lines follow each
-// other. MN-major (a line holds 64 rows of the operand): `step` is the distance of the next 64 rows.
+// A tile for the matrix unit. K-major (a line holds 64 values along the contraction): patterns of eight lines follow
+// each other. MN-major (a line holds 64 rows of the operand): `step` is the distance of the next 64 rows.
 DEVICE u64 matrix_of(u32 address, u32 step = 16) {
     constexpr u64 SWIZZLE_128B = 1ull << 62, PATTERN = 1024;
     return SWIZZLE_128B | (PATTERN >> 4) << 32 | (u64)(step >> 4) << 16 | (address >> 4 & 0x3FFF);
@@ -94,16 +92,27 @@ DEVICE void products_wait() {
 #define ACC_16(j) ACC_4(j), ACC_4(j + 1), ACC_4(j + 2), ACC_4(j + 3)
 #define ACC_64(j) ACC_16(j), ACC_16(j + 4), ACC_16(j + 8), ACC_16(j + 12)
 #define NUMBERS_8(a, b, c, d, e, f, g, h) "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
-#define NUMBERS_64                                                                              \
-    NUMBERS_8(0, 1, 2, 3, 4, 5, 6, 7) "," NUMBERS_8(8, 9, 10, 11, 12, 13, 14, 15) ","           \
-    NUMBERS_8(16, 17, 18, 19, 20, 21, 22, 23) "," NUMBERS_8(24, 25, 26, 27, 28, 29, 30, 31) "," \
-    NUMBERS_8(32, 33, 34, 35, 36, 37, 38, 39) "," NUMBERS_8(40, 41, 42, 43, 44, 45, 46, 47) "," \
-    NUMBERS_8(48, 49, 50, 51, 52, 53, 54, 55) "," NUMBERS_8(56, 57, 58, 59, 60, 61, 62, 63)
-#define NUMBERS_128                                                                                           \
-    NUMBERS_64 "," NUMBERS_8(64, 65, 66, 67, 68, 69, 70, 71) "," NUMBERS_8(72, 73, 74, 75, 76, 77, 78, 79) "," \
-    NUMBERS_8(80, 81, 82, 83, 84, 85, 86, 87) "," NUMBERS_8(88, 89, 90, 91, 92, 93, 94, 95) ","               \
-    NUMBERS_8(96, 97, 98, 99, 100, 101, 102, 103) "," NUMBERS_8(104, 105, 106, 107, 108, 109, 110, 111) ","   \
-    NUMBERS_8(112, 113, 114, 115, 116, 117, 118, 119) "," NUMBERS_8(120, 121, 122, 123, 124, 125, 126, 127)
+#define NUMBERS_64                                                                                           \
+    NUMBERS_8(0, 1, 2, 3, 4, 5, 6, 7)                                                                        \
+    "," NUMBERS_8(8, 9, 10, 11, 12, 13, 14, 15) "," NUMBERS_8(16, 17, 18, 19, 20, 21, 22, 23) "," NUMBERS_8( \
+        24, 25, 26, 27, 28, 29, 30,                                                                          \
+        31) "," NUMBERS_8(32, 33, 34, 35, 36, 37, 38,                                                        \
+                          39) "," NUMBERS_8(40, 41, 42, 43, 44, 45, 46,                                      \
+                                            47) "," NUMBERS_8(48, 49, 50, 51, 52, 53, 54,                    \
+                                                              55) "," NUMBERS_8(56, 57, 58, 59, 60, 61, 62, 63)
+#define NUMBERS_128                                                                                                 \
+    NUMBERS_64                                                                                                      \
+        "," NUMBERS_8(64, 65, 66, 67, 68, 69, 70, 71) "," NUMBERS_8(72, 73, 74, 75, 76, 77, 78, 79) "," NUMBERS_8(  \
+            80, 81, 82, 83, 84, 85, 86,                                                                             \
+            87) "," NUMBERS_8(88, 89, 90, 91, 92, 93, 94,                                                           \
+                              95) "," NUMBERS_8(96, 97, 98, 99, 100, 101, 102,                                      \
+                                                103) "," NUMBERS_8(104, 105, 106, 107, 108, 109, 110,               \
+                                                                   111) "," NUMBERS_8(112, 113, 114, 115, 116, 117, \
+                                                                                      118,                          \
+                                                                                      119) "," NUMBERS_8(120, 121,  \
+                                                                                                         122, 123,  \
+                                                                                                         124, 125,  \
+                                                                                                         126, 127)
 
 // d = a * b (+ d): 64 rows of `a`, K-major, COLUMNS rows of `b`, sixteen values of the contraction. Of 128 columns, the
 // first half of the accumulators.
@@ -115,7 +124,8 @@ DEVICE void product(float (&d)[32][4], u64 a, u64 b, u32 accumulate) {
             "{\n"
             ".reg .pred p;\n"
             "setp.ne.b32 p, %130, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" NUMBERS_128 "}, %128, %129, p, 1, 1, 0, %131;\n"
+            "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" NUMBERS_128
+            "}, %128, %129, p, 1, 1, 0, %131;\n"
             "}"
             : ACC_64(0), ACC_64(16)
             : "l"(a), "l"(b), "r"(accumulate), "n"(MN_MAJOR ? 1 : 0));
@@ -124,7 +134,8 @@ DEVICE void product(float (&d)[32][4], u64 a, u64 b, u32 accumulate) {
             "{\n"
             ".reg .pred p;\n"
             "setp.ne.b32 p, %66, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NUMBERS_64 "}, %64, %65, p, 1, 1, 0, %67;\n"
+            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NUMBERS_64
+            "}, %64, %65, p, 1, 1, 0, %67;\n"
             "}"
             : ACC_64(0)
             : "l"(a), "l"(b), "r"(accumulate), "n"(MN_MAJOR ? 1 : 0));

@@ -57,13 +57,13 @@ pub fn catalog() -> Vec<CatalogEntry> {
         .collect()
 }
 
-/// The products with an activation, as the operator runs them with default options: one of `activation` and `layout`.
+/// The products with one activation and layout, as the operator runs them: with exact amaxes, or none in BF16.
 pub fn activation_variants(activation: &Activation, layout: GluLayout, products: Products) -> Vec<Variant> {
     let hopper = products == Products::Fastest;
-    let none = EpilogueChoice::new(activation, layout, EpilogueAmax::None);
-    let exact = EpilogueChoice::new(activation, layout, EpilogueAmax::Exact(SignMask::DEFAULT));
+    let exact = [SignMask::DEFAULT, SignMask(1)].map(EpilogueAmax::Exact);
     let mut variants = Vec::new();
-    for choice in [none, exact] {
+    for amax in exact.into_iter().chain([EpilogueAmax::None]) {
+        let choice = EpilogueChoice::new(activation, layout, amax);
         variants.push(launch::grouped_gemm_act_variant(choice, hopper));
         variants.extend([false, true].map(|h| launch::grouped_gemm_dact_variant(choice, h, hopper)));
     }
@@ -78,7 +78,8 @@ fn promises_no_spills(variant: &Variant) -> bool {
     let random = chosen("ROW_STOCHASTIC", 1) || chosen("COL_STOCHASTIC", 1);
     let large = match variant.kernel {
         "grouped_gemm_act" => chosen("ACTIVATION", 3) || chosen("ACTIVATION", 4),
-        "grouped_gemm_dact" | "hopper_gemm_dact" => !chosen("ACTIVATION", 1) && !chosen("ACTIVATION", 2),
+        "grouped_gemm_dact" => true,
+        "hopper_gemm_dact" => !chosen("ACTIVATION", 1) && !chosen("ACTIVATION", 2),
         _ => false,
     };
     variant.kernel != "group_offsets" && !random && !large && !chosen("SIGN_MASK", launch::MASK_AT_LAUNCH)

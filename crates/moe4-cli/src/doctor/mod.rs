@@ -54,7 +54,7 @@ fn kernels() -> Vec<(&'static str, String)> {
         _ => format!("the best of {}", available.join(", ")),
     };
     vec![
-        ("cpu backend", format!("{}: {why}; same bytes on each", chosen.path)),
+        ("cpu backend", format!("{}: {why}; the same quantized bytes on each", chosen.path)),
         ("reference backend", "scalar; the oracle for tests and `moe4 replay --backend reference`".into()),
     ]
 }

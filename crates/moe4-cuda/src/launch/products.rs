@@ -6,7 +6,7 @@
 
 use super::addresses::addresses;
 use super::unpack::unpack;
-use super::{aligned, mask_choice, narrow};
+use super::{MASK_AT_LAUNCH, aligned, narrow};
 use crate::backend::Cuda;
 use crate::driver::DeviceBytes;
 use crate::groups::DeviceGroups;
@@ -231,7 +231,9 @@ impl EpilogueChoice {
         let (amax, mask) = match self.amax {
             EpilogueAmax::None => (0, 0),
             EpilogueAmax::Before => (1, 0),
-            EpilogueAmax::Exact(mask) => (2, mask_choice(mask)),
+            // The usual mask is worth kernels of its own; these take longest to compile.
+            EpilogueAmax::Exact(SignMask::DEFAULT) => (2, u32::from(SignMask::DEFAULT.0)),
+            EpilogueAmax::Exact(_) => (2, MASK_AT_LAUNCH),
             EpilogueAmax::Bound => (3, 0),
         };
         vec![("ACTIVATION", self.activation), ("LAYOUT", self.layout), ("AMAX", amax), ("SIGN_MASK", mask)]

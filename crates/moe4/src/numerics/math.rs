@@ -6,14 +6,11 @@
 //!
 //! The polynomials are those of the Cephes library (S. Moshier), files `expf.c` and `tanhf.c`.
 
-/// The operations that activations need, so that each formula is written once for `f32` and `f64`.
+use std::ops::{Add, Div, Mul, Sub};
+
+/// The operations that activations need, so that each formula is written once for `f32`, for vectors of it, and for `f64`.
 pub trait Real:
-    Copy
-    + PartialOrd
-    + std::ops::Add<Output = Self>
-    + std::ops::Sub<Output = Self>
-    + std::ops::Mul<Output = Self>
-    + std::ops::Div<Output = Self>
+    Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + Div<Output = Self>
 {
     /// The nearest value of this type.
     fn from_f32(v: f32) -> Self;
@@ -21,11 +18,28 @@ pub trait Real:
     fn at_most(self, limit: Self) -> Self;
     /// Clamps from below; NaN passes through.
     fn at_least(self, limit: Self) -> Self;
+    /// `then` if `self < other`, else `otherwise`.
+    fn if_less(self, other: Self, then: Self, otherwise: Self) -> Self;
     /// `(σ(x), σ'(x))` of the logistic function `1/(1+exp(-x))`.
     fn sigmoid(self) -> (Self, Self);
     /// `(tanh x, tanh' x)`.
     fn tanh(self) -> (Self, Self);
 }
+
+/// What the functions of this file take apart: `f32`, or each lane of a vector of it. The operations of [`Real`] have to be
+/// single `f32` operations, rounded once.
+pub trait Single: Real {
+    /// Without its sign.
+    fn magnitude(self) -> Self;
+    /// With the sign of `other`.
+    fn with_sign_of(self, other: Self) -> Self;
+    /// `(self · 2^(n/2)) · 2^(n - n/2)` for `n = integer_bits(shifted) - integer_bits(ROUND)`, halves rounded down. Two steps,
+    /// since `n` reaches 128 and -150, beyond what one exponent field holds.
+    fn times_power(self, shifted: Self) -> Self;
+}
+
+/// `1.5 · 2^23`: adding it leaves the nearest integer in the low mantissa bits.
+pub(crate) const ROUND: f32 = 12_582_912.0;
 
 impl Real for f32 {
     #[inline(always)]
@@ -41,12 +55,33 @@ impl Real for f32 {
         if self < limit { limit } else { self }
     }
     #[inline(always)]
+    fn if_less(self, other: Self, then: Self, otherwise: Self) -> Self {
+        if self < other { then } else { otherwise }
+    }
+    #[inline(always)]
     fn sigmoid(self) -> (Self, Self) {
         sigmoid(self)
     }
     #[inline(always)]
     fn tanh(self) -> (Self, Self) {
         tanh(self)
+    }
+}
+
+impl Single for f32 {
+    #[inline(always)]
+    fn magnitude(self) -> Self {
+        self.abs()
+    }
+    #[inline(always)]
+    fn with_sign_of(self, other: Self) -> Self {
+        self.copysign(other)
+    }
+    #[inline(always)]
+    fn times_power(self, shifted: Self) -> Self {
+        let n = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
+        let half = n >> 1;
+        (self * power_of_two(half)) * power_of_two(n - half)
     }
 }
 
@@ -59,6 +94,9 @@ impl Real for f64 {
     }
     fn at_least(self, limit: Self) -> Self {
         if self < limit { limit } else { self }
+    }
+    fn if_less(self, other: Self, then: Self, otherwise: Self) -> Self {
+        if self < other { then } else { otherwise }
     }
     fn sigmoid(self) -> (Self, Self) {
         let e = (-self.abs()).exp();
@@ -73,25 +111,20 @@ impl Real for f64 {
 
 /// `e^x`. Overflows to infinity above 88.73, goes to 0 through the subnormals; NaN stays NaN.
 #[inline(always)]
-pub fn exp(x: f32) -> f32 {
+pub fn exp<S: Single>(x: S) -> S {
+    let c = S::from_f32;
     // Beyond these bounds the result is infinite or zero anyway; NaN fails both comparisons and passes through.
-    let x = x.at_most(89.0).at_least(-104.0);
-    // Adding 1.5 · 2^23 leaves the nearest integer in the low mantissa bits.
-    const ROUND: f32 = 12_582_912.0;
-    let shifted = x * std::f32::consts::LOG2_E + ROUND;
-    let n = shifted - ROUND;
-    let r = (x - n * 0.693_359_4) - n * -2.121_944_4e-4;
-    let mut p = 1.987_569_1e-4;
-    p = p * r + 1.398_199_9e-3;
-    p = p * r + 8.333_452e-3;
-    p = p * r + 4.166_579_6e-2;
-    p = p * r + 1.666_666_5e-1;
-    p = p * r + 0.500_000_06;
-    let p = p * (r * r) + r + 1.0;
-    // 2^n in two steps: n reaches 128 and -150, beyond what one exponent field holds.
-    let n = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
-    let half = n >> 1;
-    (p * power_of_two(half)) * power_of_two(n - half)
+    let x = x.at_most(c(89.0)).at_least(c(-104.0));
+    let shifted = x * c(std::f32::consts::LOG2_E) + c(ROUND);
+    let n = shifted - c(ROUND);
+    let r = (x - n * c(0.693_359_4)) - n * c(-2.121_944_4e-4);
+    let mut p = c(1.987_569_1e-4);
+    p = p * r + c(1.398_199_9e-3);
+    p = p * r + c(8.333_452e-3);
+    p = p * r + c(4.166_579_6e-2);
+    p = p * r + c(1.666_666_5e-1);
+    p = p * r + c(0.500_000_06);
+    (p * (r * r) + r + c(1.0)).times_power(shifted)
 }
 
 #[inline(always)]
@@ -101,27 +134,29 @@ fn power_of_two(n: i32) -> f32 {
 
 /// `(σ(x), σ'(x))`, both from one exponential and without cancellation.
 #[inline(always)]
-pub fn sigmoid(x: f32) -> (f32, f32) {
-    let e = exp(-x.abs());
-    let r = 1.0 / (1.0 + e);
-    (if x < 0.0 { e * r } else { r }, (e * r) * r)
+pub fn sigmoid<S: Single>(x: S) -> (S, S) {
+    let (zero, one) = (S::from_f32(0.0), S::from_f32(1.0));
+    let e = exp(zero - x.magnitude());
+    let r = one / (one + e);
+    (x.if_less(zero, e * r, r), (e * r) * r)
 }
 
 /// `(tanh x, 1 - tanh² x)`, both from one exponential and without cancellation.
 #[inline(always)]
-pub fn tanh(x: f32) -> (f32, f32) {
-    let e = exp(-2.0 * x.abs());
-    let r = 1.0 / (1.0 + e);
-    let large = (1.0 - e) * r;
+pub fn tanh<S: Single>(x: S) -> (S, S) {
+    let c = S::from_f32;
+    let e = exp(c(-2.0) * x.magnitude());
+    let r = c(1.0) / (c(1.0) + e);
+    let large = (c(1.0) - e) * r;
     let z = x * x;
-    let mut p = -5.704_988_7e-3;
-    p = p * z + 2.063_908_8e-2;
-    p = p * z + -5.373_971_6e-2;
-    p = p * z + 1.333_144_2e-1;
-    p = p * z + -0.333_332_83;
+    let mut p = c(-5.704_988_7e-3);
+    p = p * z + c(2.063_908_8e-2);
+    p = p * z + c(-5.373_971_6e-2);
+    p = p * z + c(1.333_144_2e-1);
+    p = p * z + c(-0.333_332_83);
     let small = p * z * x + x;
-    let t = if x.abs() < 0.625 { small } else { large.copysign(x) };
-    (t, (4.0 * e) * (r * r))
+    let t = x.magnitude().if_less(c(0.625), small, large.with_sign_of(x));
+    (t, (c(4.0) * e) * (r * r))
 }
 
 #[cfg(test)]

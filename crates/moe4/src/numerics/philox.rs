@@ -3,9 +3,9 @@
 //! Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A draw is a pure function
 //! of a 64-bit key and a 128-bit counter, so any element's random bits can be computed by any thread in any order.
 
-const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
-const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
-const ROUNDS: usize = 10;
+pub(crate) const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+pub(crate) const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+pub(crate) const ROUNDS: usize = 10;
 
 /// The four 32-bit words for `key` (low word first) and the counter `[offset lo, offset hi, stream lo, stream hi]`.
 #[inline(always)]

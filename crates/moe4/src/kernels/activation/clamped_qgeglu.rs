@@ -37,8 +37,8 @@ impl ActivationFn for ClampedQgeglu {
         let dgate = s + alpha * m * ds;
         Evaluated {
             value: up * gate,
-            dg: if g > limit { zero } else { up * dgate },
-            du: if u > limit || u < low { zero } else { gate },
+            dg: limit.if_less(g, zero, up * dgate),
+            du: limit.if_less(u, zero, u.if_less(low, zero, gate)),
         }
     }
 }

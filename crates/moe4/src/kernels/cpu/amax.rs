@@ -1,7 +1,11 @@
 //! Largest magnitudes, before and after the RHT.
 
+#[cfg(target_arch = "x86_64")]
+use super::isa::Kind;
 use super::isa::{Isa, multiversion};
 use super::parallel::reduce_max;
+#[cfg(target_arch = "x86_64")]
+use super::quantize_avx512;
 use super::tile::{self, Lanes};
 use crate::kernels::contract::{GroupAmax, GroupHadamardAmax};
 use crate::kernels::memory::Host;
@@ -9,6 +13,7 @@ use crate::numerics::BLOCK;
 use crate::numerics::hadamard::SignMask;
 use half::bf16;
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Rows of one task: a few tiles, so that small experts still spread over threads.
 const ROWS: usize = 4 * BLOCK;
@@ -26,15 +31,28 @@ pub(super) fn group_hadamard_amax(isa: Isa, pass: GroupHadamardAmax<'_, Host>) {
     let blocks = groups.row_blocks(ROWS);
     let found: Vec<[f32; 2]> = blocks
         .par_iter()
-        .map(|b| block_hadamard_amax(isa, &x[b.rows.start * cols..b.rows.end * cols], cols, sign_mask))
+        .map(|b| {
+            columns_hadamard_amax(isa, &x[b.rows.start * cols..b.rows.end * cols], cols, 0..cols, sign_mask)
+        })
         .collect();
     reduce_max(groups, &blocks, found.iter().map(|a| a[0]), amax);
     reduce_max(groups, &blocks, found.iter().map(|a| a[1]), amax_rht);
 }
 
+/// The largest finite magnitude.
+pub(super) fn block_amax(isa: Isa, x: &[bf16]) -> f32 {
+    let found = match isa.kind() {
+        // SAFETY: this kind exists only where detection found AVX-512.
+        #[cfg(target_arch = "x86_64")]
+        Kind::Amx | Kind::Avx512 => unsafe { quantize_avx512::amax(x) },
+        _ => None,
+    };
+    found.unwrap_or_else(|| block_amax_of_finite(isa, x))
+}
+
 multiversion! {
-    /// The largest finite magnitude.
-    pub(super) fn block_amax(x: &[bf16]) -> f32 {
+    /// [`block_amax`] of anything.
+    fn block_amax_of_finite(x: &[bf16]) -> f32 {
         let mut amax: Lanes = [0.0; BLOCK];
         let vectors = x.chunks_exact(BLOCK);
         for (lane, &v) in amax.iter_mut().zip(vectors.remainder()) {
@@ -50,11 +68,45 @@ multiversion! {
 }
 
 multiversion! {
-    /// The largest finite magnitude of whole rows, before and after the RHT along groups of 16 of them.
-    pub(super) fn block_hadamard_amax(rows: &[bf16], cols: usize, mask: SignMask) -> [f32; 2] {
+    /// The largest finite magnitude of some columns of whole rows.
+    pub(super) fn columns_amax(rows: &[bf16], cols: usize, of: Range<usize>) -> f32 {
+        let mut amax: Lanes = [0.0; BLOCK];
+        for row in rows.chunks_exact(cols) {
+            for vector in row[of.clone()].chunks_exact(BLOCK) {
+                for (lane, v) in amax.iter_mut().zip(tile::widen(vector)) {
+                    *lane = tile::max_finite(*lane, v);
+                }
+            }
+        }
+        tile::horizontal_max(amax)
+    }
+}
+
+/// The largest finite magnitude of some columns of whole rows, before and after the RHT along groups of 16 rows.
+pub(super) fn columns_hadamard_amax(
+    isa: Isa,
+    rows: &[bf16],
+    cols: usize,
+    of: Range<usize>,
+    mask: SignMask,
+) -> [f32; 2] {
+    let found = match isa.kind() {
+        // SAFETY: this kind exists only where detection found AVX-512.
+        #[cfg(target_arch = "x86_64")]
+        Kind::Amx | Kind::Avx512 if of.end.is_multiple_of(BLOCK) || of.end == cols => unsafe {
+            quantize_avx512::hadamard_amax(rows, cols, of.clone(), mask)
+        },
+        _ => None,
+    };
+    found.unwrap_or_else(|| hadamard_amax_of_finite(isa, rows, cols, of, mask))
+}
+
+multiversion! {
+    /// [`columns_hadamard_amax`] of anything.
+    fn hadamard_amax_of_finite(rows: &[bf16], cols: usize, of: Range<usize>, mask: SignMask) -> [f32; 2] {
         let mut amax = [[0.0; BLOCK]; 2];
         for band in rows.chunks(BLOCK * cols.max(1)) {
-            for col in (0..cols).step_by(BLOCK) {
+            for col in of.clone().step_by(BLOCK) {
                 let mut tile = tile::load(band, cols, col);
                 let before = tile::column_amax(&tile);
                 tile::rht(&mut tile, mask);

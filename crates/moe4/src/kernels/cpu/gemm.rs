@@ -1,18 +1,31 @@
-//! Grouped products over blocks of rows, with an epilogue on each block's accumulators while they are warm.
+//! Grouped products, with an epilogue on accumulators while they are warm.
+//!
+//! ```text
+//! for each task, a run of rows of one expert:         tasks spread over threads
+//!   pack A, all of the contraction                    stays in L2
+//!   for each stripe, up to 128 columns:
+//!     for each stretch of the contraction:
+//!       pack the stripe of B                          stays in L1 and L2, never in memory
+//!       accumulators += A · B                         panel by panel, in registers or tiles
+//!     epilogue                                        scaling, bias, activation, rounding, amaxes
+//! ```
+//!
+//! B is packed by each task that needs it: that takes less time than to write it once for all and to read it again
+//! from another core's cache.
 #![forbid(unsafe_code)]
 
+use super::engine::Engine;
 use super::isa::Isa;
-use super::matrix::{Matrix, pack};
-use super::micro::{Geometry, Panels, accumulate};
+use super::matrix::Matrix;
 use rayon::prelude::*;
 use std::cell::Cell;
 use std::ops::Range;
 
-/// Contraction indices of A packed at a time: a block of it (112 x 2048 x 4 bytes) stays in L2.
-const PACKED_K: usize = 2048;
+/// Columns of accumulators that an epilogue sees at a time.
+const STRIPE: usize = 128;
 
-/// Elements of packed B kept at a time (32 MiB): several small experts are packed together, a large one alone.
-const PACKED: usize = 8 << 20;
+/// Columns come in panels of this many, the last one of a piece filled up.
+pub(super) const PANEL: usize = 32;
 
 /// One expert's product `A [m, k] · B [n, k]ᵀ`.
 pub(super) struct Problem<'a> {
@@ -22,30 +35,79 @@ pub(super) struct Problem<'a> {
     pub(super) k: usize,
 }
 
-/// A block of at most [`BLOCK_ROWS`](super::micro::BLOCK_ROWS) rows of one problem, with whatever its epilogue
-/// writes to.
+/// A run of rows of one problem, with whatever its epilogue writes to.
 pub(super) struct Task<O> {
     pub(super) problem: usize,
     pub(super) rows: Range<usize>,
     pub(super) out: O,
 }
 
-/// Accumulators of one block: `rows` rows of `n`, `ld` apart.
+/// How the columns of a product are cut into stripes.
+#[derive(Clone, Copy)]
+pub(super) enum Cut {
+    /// From first to last.
+    Straight,
+    /// A piece of the first half of the columns beside the same piece of the second: a feature's gate and up.
+    Halves,
+}
+
+/// Neighbouring columns, and where they lie among the accumulators.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub(super) cols: Range<usize>,
+    pub(super) at: usize,
+}
+
+/// The columns of one stripe: two pieces of the same length if cut in halves.
+pub(super) struct Stripe {
+    pub(super) first: Piece,
+    pub(super) second: Option<Piece>,
+}
+
+impl Stripe {
+    pub(super) fn pieces(&self) -> impl Iterator<Item = &Piece> {
+        std::iter::once(&self.first).chain(&self.second)
+    }
+
+    /// Columns of accumulators, filled up to whole panels.
+    fn width(&self) -> usize {
+        self.pieces().map(|p| p.cols.len().next_multiple_of(PANEL)).sum()
+    }
+}
+
+fn stripes(n: usize, cut: Cut) -> impl Iterator<Item = Stripe> {
+    let (len, width) = match cut {
+        Cut::Straight => (n, STRIPE),
+        Cut::Halves => (n / 2, STRIPE / 2),
+    };
+    (0..len).step_by(width).map(move |start| {
+        let cols = start..len.min(start + width);
+        let at = cols.len().next_multiple_of(PANEL);
+        let second = match cut {
+            Cut::Straight => None,
+            Cut::Halves => Some(Piece { cols: len + cols.start..len + cols.end, at }),
+        };
+        Stripe { first: Piece { cols, at: 0 }, second }
+    })
+}
+
+/// Accumulators of one stripe: its rows, `ld` apart.
+#[derive(Clone, Copy)]
 pub(super) struct Block<'a> {
     pub(super) acc: &'a [f32],
     pub(super) ld: usize,
 }
 
-impl Block<'_> {
-    /// Row `i`, columns past the last included.
+impl<'a> Block<'a> {
+    /// Row `i`, from column `at` of the accumulators on.
     #[inline(always)]
-    pub(super) fn row(&self, i: usize) -> &[f32] {
-        &self.acc[i * self.ld..(i + 1) * self.ld]
+    pub(super) fn row(&self, i: usize, at: usize) -> &'a [f32] {
+        &self.acc[i * self.ld + at..(i + 1) * self.ld]
     }
 }
 
 thread_local! {
-    /// Packed operands and accumulators, kept between calls: fresh pages cost more than the packing.
+    /// A, B and accumulators, kept between calls: fresh pages cost more than the packing.
     static SCRATCH: [Cell<Vec<f32>>; 3] = const { [const { Cell::new(Vec::new()) }; 3] };
 }
 
@@ -65,86 +127,83 @@ fn with_scratch<R>(slot: usize, len: usize, f: impl FnOnce(&mut [f32]) -> R) -> 
     result
 }
 
-/// All tasks, which come in the order of their problems; results in the same order.
-pub(super) fn run<O: Send, R: Send>(
+/// All tasks, stripe by stripe; what they wrote to, in the same order.
+pub(super) fn run<O: Send>(
     isa: Isa,
     problems: &[Problem<'_>],
     tasks: Vec<Task<O>>,
-    epilogue: impl Fn(&Task<()>, Block<'_>, O) -> R + Sync,
-) -> Vec<R> {
-    let geometry = Geometry::of(isa);
-    let packed_len = |p: &Problem<'_>| p.n.next_multiple_of(geometry.nr) * p.k;
-    let mut results = Vec::with_capacity(tasks.len());
-    let mut tasks = tasks.into_iter().peekable();
-    while let Some(first) = tasks.peek() {
-        let start = first.problem;
-        let (mut batch, mut offsets, mut total) = (vec![], vec![], 0);
-        while let Some(task) = tasks.next_if(|t| {
-            let missing: usize = problems[start + offsets.len()..=t.problem].iter().map(packed_len).sum();
-            offsets.is_empty() || total + missing <= PACKED
-        }) {
-            while start + offsets.len() <= task.problem {
-                offsets.push(total);
-                total += packed_len(&problems[start + offsets.len() - 1]);
-            }
-            batch.push(task);
-        }
-        with_scratch(0, total, |packed| {
-            pack_b(isa, geometry, &problems[start..start + offsets.len()], packed);
-            let packed = &*packed;
-            let done = batch.into_par_iter().with_max_len(1).map(|Task { problem, rows, out }| {
-                let p = &problems[problem];
-                let b = &packed[offsets[problem - start]..][..packed_len(p)];
-                let task = Task { problem, rows, out: () };
-                // One line more: rows of a tile then lie in different sets of the caches.
-                let ld = p.n.next_multiple_of(geometry.nr) + LINE;
-                with_scratch(1, task.rows.len().next_multiple_of(geometry.mr) * ld, |acc| {
-                    block_product(isa, geometry, p, task.rows.clone(), b, acc, ld);
-                    epilogue(&task, Block { acc, ld }, out)
-                })
-            });
-            results.par_extend(done);
+    cut: Cut,
+    epilogue: impl Fn(&Task<()>, &Stripe, Block<'_>, &mut O) + Sync,
+) -> Vec<O> {
+    let each = |Task { problem, rows, mut out }: Task<O>| {
+        let task = Task { problem, rows, out: () };
+        product(isa, &problems[problem], task.rows.clone(), cut, |stripe, block| {
+            epilogue(&task, stripe, block, &mut out);
         });
-    }
-    results
+        out
+    };
+    tasks.into_par_iter().with_max_len(1).map(each).collect()
 }
 
-fn pack_b(isa: Isa, Geometry { nr, .. }: Geometry, problems: &[Problem<'_>], packed: &mut [f32]) {
-    let mut panels = vec![];
-    let mut rest = packed;
-    for p in problems {
-        for first in (0..p.n).step_by(nr) {
-            let (panel, tail) = rest.split_at_mut(p.k * nr);
-            panels.push((p, first, panel));
-            rest = tail;
-        }
-    }
-    panels.into_par_iter().for_each(|(p, first, panel)| {
-        pack(isa, p.b, first..p.n.min(first + nr), nr, 0..p.k, panel);
-    });
-}
-
-fn block_product(
+fn product(
     isa: Isa,
-    Geometry { mr, .. }: Geometry,
     p: &Problem<'_>,
     rows: Range<usize>,
-    b: &[f32],
-    acc: &mut [f32],
-    ld: usize,
+    cut: Cut,
+    mut each: impl FnMut(&Stripe, Block<'_>),
 ) {
-    if p.k == 0 {
-        acc.fill(0.0);
-    }
-    let panels = rows.len().div_ceil(mr);
-    with_scratch(2, panels * mr * PACKED_K.min(p.k), |a| {
-        for k0 in (0..p.k).step_by(PACKED_K) {
-            let kc = PACKED_K.min(p.k - k0);
-            let a = &mut a[..panels * mr * kc];
-            for (panel, first) in a.chunks_exact_mut(mr * kc).zip(rows.clone().step_by(mr)) {
-                pack(isa, p.a, first..rows.end.min(first + mr), mr, k0..k0 + kc, panel);
-            }
-            accumulate(isa, Panels { a, b, k: p.k, k0, kc }, acc, ld);
-        }
+    let engine = Engine::new(isa);
+    // One line more: rows of a tile then lie in different sets of the caches.
+    let ld = STRIPE + LINE;
+    let b_len = engine.b_len(STRIPE, p.k.min(engine.stretch()));
+    with_scratch(0, engine.a_len(rows.len(), p.k), |a| {
+        engine.pack_a(p.a, rows.clone(), p.k, a);
+        with_scratch(1, b_len, |b| {
+            with_scratch(2, engine.rows(rows.len()) * ld, |acc| {
+                for stripe in stripes(p.n, cut) {
+                    if p.k == 0 {
+                        acc.fill(0.0);
+                    }
+                    for start in (0..p.k).step_by(engine.stretch()) {
+                        let k = start..p.k.min(start + engine.stretch());
+                        let b = &mut b[..engine.b_len(stripe.width(), k.len())];
+                        let mut rest = &mut b[..];
+                        for piece in stripe.pieces() {
+                            let len = engine.b_len(piece.cols.len().next_multiple_of(PANEL), k.len());
+                            let (panels, tail) = rest.split_at_mut(len);
+                            engine.pack_b(p.b, piece.cols.clone(), k.clone(), panels);
+                            rest = tail;
+                        }
+                        engine.accumulate(a, b, p.k, k, acc, ld);
+                    }
+                    each(&stripe, Block { acc, ld });
+                }
+            });
+        });
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stripes_cover_every_column_once() {
+        for (n, cut) in
+            [16, 48, 128, 160, 272].into_iter().flat_map(|n| [(n, Cut::Straight), (2 * n, Cut::Halves)])
+        {
+            let mut seen = vec![0; n];
+            for stripe in stripes(n, cut) {
+                assert!(stripe.width() <= STRIPE, "{n}");
+                for Piece { cols, .. } in stripe.pieces() {
+                    cols.clone().for_each(|c| seen[c] += 1);
+                }
+                if let Some(second) = &stripe.second {
+                    assert_eq!(second.cols.start - stripe.first.cols.start, n / 2);
+                    assert!(second.at >= stripe.first.cols.len() && second.at.is_multiple_of(PANEL));
+                }
+            }
+            assert!(seen.iter().all(|&n| n == 1), "{n}");
+        }
+    }
 }

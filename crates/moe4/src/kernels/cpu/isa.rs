@@ -11,6 +11,9 @@ pub struct Isa(Kind);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
+    /// AVX-512 everywhere but in products.
+    #[cfg(target_arch = "x86_64")]
+    Amx,
     #[cfg(target_arch = "x86_64")]
     Avx512,
     #[cfg(target_arch = "x86_64")]
@@ -31,6 +34,9 @@ impl Isa {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl");
             if fma && avx512 {
+                if super::amx::available() {
+                    found.push(Isa(Kind::Amx));
+                }
                 found.push(Isa(Kind::Avx512));
             }
             if fma && is_x86_feature_detected!("avx2") {
@@ -50,11 +56,22 @@ impl Isa {
     pub(super) fn kind(self) -> Kind {
         self.0
     }
+
+    /// Whether products run on matrix tiles, whose sums have another order than those of vectors.
+    pub fn has_tiles(self) -> bool {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Amx => true,
+            _ => false,
+        }
+    }
 }
 
 impl fmt::Display for Isa {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Amx => "AVX-512 and AMX",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512 => "AVX-512",
             #[cfg(target_arch = "x86_64")]
@@ -66,8 +83,41 @@ impl fmt::Display for Isa {
 
 /// Compiles one function for each instruction set and picks at run time by a leading `isa` argument.
 ///
-/// The body, and everything it calls that should vectorize, must be inlined: mark helpers `#[inline(always)]`.
+/// The body, and everything it calls that should vectorize, must be inlined: mark helpers `#[inline(always)]`. A first
+/// generic parameter `W: Wide` stands for the vector of the instruction set.
 macro_rules! multiversion {
+    (
+        $(#[$meta:meta])*
+        $vis:vis fn $name:ident <W: Wide $(, $generic:ident : $bound:path)*> ($($arg:ident : $ty:ty),+ $(,)?) $body:block
+    ) => {
+        $(#[$meta])*
+        #[allow(clippy::too_many_arguments, reason = "one more than the body has")]
+        $vis fn $name <$($generic: $bound),*> (isa: $crate::kernels::cpu::isa::Isa, $($arg: $ty),+) {
+            #[inline(always)]
+            fn body <W: $crate::kernels::cpu::wide::Wide, $($generic: $bound),*> ($($arg: $ty),+) $body
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+            fn avx512 <$($generic: $bound),*> ($($arg: $ty),+) {
+                body::<$crate::kernels::cpu::wide::Register, $($generic),*>($($arg),+)
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            fn avx2 <$($generic: $bound),*> ($($arg: $ty),+) {
+                body::<$crate::kernels::cpu::wide::Array, $($generic),*>($($arg),+)
+            }
+            match isa.kind() {
+                // SAFETY: this kind exists only where detection found the features.
+                #[cfg(target_arch = "x86_64")]
+                $crate::kernels::cpu::isa::Kind::Amx | $crate::kernels::cpu::isa::Kind::Avx512 => unsafe { avx512($($arg),+) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::kernels::cpu::isa::Kind::Avx2 => unsafe { avx2($($arg),+) },
+                $crate::kernels::cpu::isa::Kind::Portable => {
+                    body::<$crate::kernels::cpu::wide::Array, $($generic),*>($($arg),+)
+                }
+            }
+        }
+    };
     (
         $(#[$meta:meta])*
         $vis:vis fn $name:ident $(<$($generic:ident : $bound:path),+>)? ($($arg:ident : $ty:ty),+ $(,)?) $(-> $ret:ty)? $body:block
@@ -86,7 +136,7 @@ macro_rules! multiversion {
             match isa.kind() {
                 // SAFETY: this kind exists only where detection found the features.
                 #[cfg(target_arch = "x86_64")]
-                $crate::kernels::cpu::isa::Kind::Avx512 => unsafe { avx512($($arg),+) },
+                $crate::kernels::cpu::isa::Kind::Amx | $crate::kernels::cpu::isa::Kind::Avx512 => unsafe { avx512($($arg),+) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
                 $crate::kernels::cpu::isa::Kind::Avx2 => unsafe { avx2($($arg),+) },

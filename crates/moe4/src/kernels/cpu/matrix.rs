@@ -63,7 +63,7 @@ pub(super) fn pack(
     out: &mut [f32],
 ) {
     #[cfg(target_arch = "x86_64")]
-    if let (Kind::Avx512, Values::Nvfp4 { codes, scales }) = (isa.kind(), m.values) {
+    if let (Kind::Amx | Kind::Avx512, Values::Nvfp4 { codes, scales }) = (isa.kind(), m.values) {
         // SAFETY: this kind exists only where detection found AVX-512.
         if unsafe { codes_avx512::pack(codes, scales, m, lanes.clone(), width, k.clone(), out) } {
             return;

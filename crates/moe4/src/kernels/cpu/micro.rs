@@ -1,14 +1,14 @@
-//! A block of a product: packed panels in, accumulators out.
+//! Products by vector instructions: packed panels in, accumulators out.
 //!
 //! ```text
-//! for each panel of B, NR columns wide:            streams from L3 or memory
-//!   for each stretch of k, KC long:                of B stays in L1, with the accumulators of this panel nearby
-//!     for each panel of A, MR rows high:           streams from L2
-//!       MR x NR accumulators in registers += outer products along k
+//! for each panel of B, NR columns wide:            stays in L1, with the accumulators of this panel nearby
+//!   for each panel of A, MR rows high:             streams from L2
+//!     MR x NR accumulators in registers += outer products along k
 //! ```
 
 use super::isa::{Isa, Kind};
 use super::simd::{Portable, Vector};
+use std::ops::Range;
 
 /// The register tile of an instruction set: `mr` rows by `nr` columns.
 #[derive(Clone, Copy, Debug)]
@@ -19,7 +19,7 @@ pub(super) struct Geometry {
 
 /// Contraction indices handled at a time: of B (192 x 32 x 4 bytes) they stay in L1 beside those of a panel of A. See
 /// `docs/attempts.md`.
-const KC: usize = 192;
+pub(super) const KC: usize = 192;
 
 // 32 registers hold 14 x 2 accumulators, 2 vectors of B and a broadcast; 16 registers hold 6 x 2 or 4 x 2.
 #[cfg(target_arch = "x86_64")]
@@ -28,15 +28,11 @@ const AVX512: Geometry = Geometry { mr: 14, nr: 32 };
 const AVX2: Geometry = Geometry { mr: 6, nr: 16 };
 const PORTABLE: Geometry = Geometry { mr: 4, nr: 8 };
 
-/// A multiple of 16, so that a block of rows holds whole RHT groups, and of the largest `mr`. So many because panels
-/// of B are read once a block.
-pub(super) const BLOCK_ROWS: usize = 112;
-
 impl Geometry {
     pub(super) fn of(isa: Isa) -> Self {
         match isa.kind() {
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512 => AVX512,
+            Kind::Amx | Kind::Avx512 => AVX512,
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2 => AVX2,
             Kind::Portable => PORTABLE,
@@ -44,18 +40,16 @@ impl Geometry {
     }
 }
 
-/// One stretch of the contraction for one block of rows.
+/// One stretch of the contraction for one run of rows.
 pub(super) struct Panels<'a> {
-    /// `[rows/mr][kc][mr]`.
+    /// `[rows/mr][k][mr]`.
     pub(super) a: &'a [f32],
-    /// `[columns/nr][k][nr]`, of which `k0..k0 + kc` is used.
+    /// `[columns/nr][stretch][nr]`.
     pub(super) b: &'a [f32],
     /// Length of the contraction.
     pub(super) k: usize,
-    /// Start of the stretch.
-    pub(super) k0: usize,
-    /// Length of the stretch.
-    pub(super) kc: usize,
+    /// What of it is added now.
+    pub(super) stretch: Range<usize>,
 }
 
 /// `acc [rows, ld] += A · B`, or `=` for the first stretch; `ld` columns, a multiple of `nr`.
@@ -63,7 +57,7 @@ pub(super) fn accumulate(isa: Isa, panels: Panels<'_>, acc: &mut [f32], ld: usiz
     match isa.kind() {
         // SAFETY: this kind exists only where detection found AVX-512.
         #[cfg(target_arch = "x86_64")]
-        Kind::Avx512 => unsafe { avx512(panels, acc, ld) },
+        Kind::Amx | Kind::Avx512 => unsafe { avx512(panels, acc, ld) },
         // SAFETY: this kind exists only where detection found AVX2 and FMA.
         #[cfg(target_arch = "x86_64")]
         Kind::Avx2 => unsafe { avx2(panels, acc, ld) },
@@ -91,14 +85,18 @@ fn avx2(panels: Panels<'_>, acc: &mut [f32], ld: usize) {
 #[inline(always)]
 unsafe fn block<V: Vector, const MR: usize, const NV: usize>(p: Panels<'_>, acc: &mut [f32], ld: usize) {
     let nr = NV * V::LANES;
-    for (j, b) in p.b.chunks_exact(p.k * nr).enumerate() {
-        for k in (0..p.kc).step_by(KC) {
-            let end = p.kc.min(k + KC);
-            let b = &b[(p.k0 + k) * nr..(p.k0 + end) * nr];
-            for (i, a) in p.a.chunks_exact(p.kc * MR).enumerate() {
-                let acc = &mut acc[i * MR * ld + j * nr..];
-                // SAFETY: the caller's promise.
-                unsafe { tile::<V, MR, NV>(&a[k * MR..end * MR], b, acc, ld, p.k0 + k == 0) };
+    for (j, b) in p.b.chunks_exact(p.stretch.len() * nr).enumerate() {
+        for (i, a) in p.a.chunks_exact(p.k * MR).enumerate() {
+            let acc = &mut acc[i * MR * ld + j * nr..];
+            // SAFETY: the caller's promise.
+            unsafe {
+                tile::<V, MR, NV>(
+                    &a[p.stretch.start * MR..p.stretch.end * MR],
+                    b,
+                    acc,
+                    ld,
+                    p.stretch.start == 0,
+                );
             }
         }
     }

@@ -4,21 +4,28 @@
 //! |---|---|
 //! | `isa` | which instructions run; compiling one function for each of them |
 //! | `tile` | 16 x 16 elements in registers: load, RHT, amax, codes |
-//! | `amax`, `quantize` | passes over tensors, tile by tile |
+//! | `amax`, `quantize` | passes over tensors, band by band |
+//! | `quantize_avx512` | the same with AVX-512 |
+//! | `gemm` | grouped products over runs of rows, stripe by stripe |
+//! | `engine` | what multiplies: vectors or matrix tiles, with the operands that each wants |
 //! | `simd`, `micro` | a small vector trait; the register tile of a product |
-//! | `matrix`, `codes_avx512` | operands to panels; the same for 4-bit codes with AVX-512 |
-//! | `gemm` | grouped products over row blocks |
-//! | `epilogue`, `products` | what happens to a block of accumulators; the four products |
+//! | `matrix`, `codes_avx512` | operands to panels for vectors; the same for 4-bit codes with AVX-512 |
+//! | `amx`, `tiles_avx512` | AMX; operands to its tiles |
+//! | `epilogue`, `products` | what happens to a stripe of accumulators; the four products |
+//! | `wide` | sixteen values in an epilogue |
 //! | `rows`, `parallel` | permutation; cutting outputs into pieces for threads |
 //!
 //! Threads are those of the current rayon pool. Every output element is computed by one task in a fixed order, so
-//! the number of threads never changes a result. Products accumulate along `k` one term after the other in every
+//! the number of threads never changes a result. Vector code accumulates along `k` one term after the other in every
 //! lane, so neither does the width of the vectors: a term is exact in `f32`, and a fused multiply-add rounds as a
-//! multiply and an add would.
+//! multiply and an add would. AMX has another order, see `docs/numerics.md`.
 
 mod amax;
 #[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
 mod codes_avx512;
+mod engine;
 mod epilogue;
 mod gemm;
 mod isa;
@@ -27,9 +34,14 @@ mod micro;
 mod parallel;
 mod products;
 mod quantize;
+#[cfg(target_arch = "x86_64")]
+mod quantize_avx512;
 mod rows;
 mod simd;
 mod tile;
+#[cfg(target_arch = "x86_64")]
+mod tiles_avx512;
+mod wide;
 
 pub use isa::Isa;
 
@@ -58,10 +70,30 @@ impl Cpu {
         Self { isa }
     }
 
-    /// With given instructions, which [`Isa::available`] lists; the results are the same.
+    /// With given instructions, which [`Isa::available`] lists. Quantized bytes are the same on each; products are the same
+    /// on each without tiles ([`Isa::has_tiles`]), and within rounding of these with them.
     pub fn with_isa(isa: Isa) -> Self {
         Self { isa }
     }
+}
+
+/// `len` elements that may hold anything: zeros would be written by one thread, to be written again by all.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+fn unspecified<T: Element>(len: usize) -> Vec<T> {
+    let mut buffer = Vec::<T>::with_capacity(len);
+    let start = buffer.spare_capacity_mut().as_mut_ptr();
+    // SAFETY: the capacity is there. For the compiler, assembly that is given the address may have written every element, and
+    // this one behaves as if it had written what the memory holds; any bits are an element.
+    unsafe {
+        std::arch::asm!("/* {} */", in(reg) start, options(nostack, preserves_flags));
+        buffer.set_len(len);
+    }
+    buffer
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn unspecified<T: Element>(len: usize) -> Vec<T> {
+    bytemuck::allocation::zeroed_vec(len)
 }
 
 impl Backend for Cpu {
@@ -83,7 +115,7 @@ impl Backend for Cpu {
         Ok(groups.clone())
     }
     fn empty<T: Element>(&self, len: usize) -> Result<Vec<T>, Error> {
-        Ok(bytemuck::allocation::zeroed_vec(len))
+        Ok(unspecified(len))
     }
     fn duplicate<T: Element>(&self, x: &[T]) -> Result<Vec<T>, Error> {
         Ok(x.to_vec())

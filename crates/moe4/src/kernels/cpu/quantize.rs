@@ -1,42 +1,36 @@
 //! Quantization with given amaxes, in both directions, and of weights.
 
+#[cfg(target_arch = "x86_64")]
+use super::isa::Kind;
 use super::isa::{Isa, multiversion};
-use super::parallel::{carve, carve_rows};
+use super::parallel::{carve, carve_optional, carve_rows};
+#[cfg(target_arch = "x86_64")]
+use super::quantize_avx512;
 use super::tile::{self, Lanes};
-use crate::kernels::contract::{
-    Cast, ColumnwiseCast, Dequantize, Direction, GroupQuantize, QuantizeWeights, WeightShape,
-};
+use crate::kernels::contract::{Cast, Dequantize, Direction, GroupQuantize, QuantizeWeights, WeightShape};
 use crate::kernels::memory::Host;
 use crate::numerics::hadamard::SignMask;
-use crate::numerics::rounding::{Rounding, columnwise_position, rowwise_position};
+use crate::numerics::rounding::{RandomStream, Rounding, columnwise_position, rowwise_position};
 use crate::numerics::scale::{self, GlobalScale};
 use crate::numerics::{BLOCK, e2m1, e4m3};
 use crate::tensor::{Groups, ScaleLayout, scale_layout};
 use half::bf16;
 use rayon::prelude::*;
+use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Rows of one rowwise task.
-const ROWS: usize = 2 * BLOCK;
-/// Columns of one columnwise task: one cache line of BF16.
-const COLS: usize = 2 * BLOCK;
+/// Rows that one task quantizes. Of a columnwise copy it writes whole lines of a cache, if they start with one.
+const ROWS: usize = 8 * BLOCK;
 
 pub(super) fn group_quantize(isa: Isa, pass: GroupQuantize<'_, Host>) {
     let GroupQuantize { x, cols, groups, rowwise, columnwise } = pass;
-    if let Some(Cast { amax, rounding, layout, codes, scales, unpacked }) = rowwise {
-        in_layout(layout, groups.rows(), cols / BLOCK, scales, |scales| {
-            quantize_rowwise(isa, x, cols, groups, PlainCast { amax, rounding, codes, scales });
-            unpack(cols, codes, scales, unpacked);
+    let k = groups.padded_rows();
+    let (rht, columnwise) = columnwise.map_or((None, None), |c| (c.rht, Some(c.cast)));
+    in_layout(rowwise, groups.rows(), cols, |rowwise| {
+        in_layout(columnwise, cols, k, |columnwise| {
+            quantize_runs(isa, x, cols, groups, rowwise, columnwise.map(|cast| (rht, cast)));
         });
-    }
-    if let Some(ColumnwiseCast { rht, cast }) = columnwise {
-        let Cast { amax, rounding, layout, codes, scales, unpacked } = cast;
-        let k = groups.padded_rows();
-        in_layout(layout, cols, k / BLOCK, scales, |scales| {
-            quantize_columnwise(isa, x, cols, groups, rht, PlainCast { amax, rounding, codes, scales });
-            unpack(k, codes, scales, unpacked);
-        });
-    }
+    });
 }
 
 /// A copy with scales row by row, which every loop here writes.
@@ -47,15 +41,20 @@ struct PlainCast<'a> {
     scales: &'a mut [u8],
 }
 
-/// Lets `make` write plain `[rows, cols]` scales and moves them to their places. Nothing on a CPU reads the swizzled
-/// form, so it takes a second buffer rather than a place in the loops.
-fn in_layout(layout: ScaleLayout, rows: usize, cols: usize, scales: &mut [u8], make: impl FnOnce(&mut [u8])) {
+/// Lets `make` write plain `[rows, k/16]` scales and moves them to their places. Nothing on a CPU reads the swizzled
+/// form, so it takes a second buffer rather than a place in the loops. Then come the values, if wanted.
+fn in_layout(cast: Option<Cast<'_, Host>>, rows: usize, k: usize, make: impl FnOnce(Option<PlainCast<'_>>)) {
+    let Some(Cast { amax, rounding, layout, codes, scales, unpacked }) = cast else { return make(None) };
     match layout {
-        ScaleLayout::Plain => make(scales),
+        ScaleLayout::Plain => {
+            make(Some(PlainCast { amax, rounding, codes, scales }));
+            unpack(k, codes, scales, unpacked);
+        }
         ScaleLayout::Swizzled128x4 => {
-            let mut plain = vec![0; rows * cols];
-            make(&mut plain);
-            scale_layout::swizzle(&plain, rows, cols, scales);
+            let mut plain = vec![0; rows * (k / BLOCK)];
+            make(Some(PlainCast { amax, rounding, codes, scales: &mut plain }));
+            unpack(k, codes, &plain, unpacked);
+            scale_layout::swizzle(&plain, rows, k / BLOCK, scales);
         }
     }
 }
@@ -75,29 +74,123 @@ fn unpack(k: usize, codes: &[u8], scales: &[u8], out: Option<&mut [bf16]>) {
     });
 }
 
-fn quantize_rowwise(isa: Isa, x: &[bf16], cols: usize, groups: &Groups, cast: PlainCast<'_>) {
-    let PlainCast { amax, rounding, codes, scales } = cast;
-    let blocks = groups.row_blocks(ROWS);
-    let codes = carve_rows(codes, cols / 2, &blocks);
-    let scales = carve_rows(scales, cols / BLOCK, &blocks);
-    blocks.par_iter().zip(codes).zip(scales).for_each(|((block, codes), scales)| {
-        let x = &x[block.rows.start * cols..block.rows.end * cols];
-        let global = GlobalScale::from_amax(amax[block.expert]);
-        quantize_rows(
-            isa,
-            x,
-            global,
-            rounding,
-            rowwise_position(block.token, 0, cols / BLOCK),
-            codes,
-            scales,
+/// A columnwise copy `[cols, k]` that several threads write, each its own blocks of tokens.
+struct Columns<'a> {
+    codes: *mut u8,
+    scales: *mut u8,
+    /// Blocks of a row.
+    blocks: usize,
+    cols: usize,
+    borrowed: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: threads write through `put` only, whose caller promises that no two write the same block.
+unsafe impl Sync for Columns<'_> {}
+
+impl<'a> Columns<'a> {
+    fn new(codes: &'a mut [u8], scales: &'a mut [u8], cols: usize, blocks: usize) -> Self {
+        assert!(
+            codes.len() == cols * blocks * (BLOCK / 2) && scales.len() == cols * blocks,
+            "{cols} x {blocks}"
         );
+        Self { codes: codes.as_mut_ptr(), scales: scales.as_mut_ptr(), blocks, cols, borrowed: PhantomData }
+    }
+
+    /// Block `block` of sixteen columns from `col` on.
+    ///
+    /// # Safety
+    /// No other thread writes `block` of these columns.
+    #[inline(always)]
+    unsafe fn put(&self, col: usize, block: usize, (codes, scales): ([u64; BLOCK], [u8; BLOCK])) {
+        assert!(col + BLOCK <= self.cols && block < self.blocks, "block {block} of columns from {col} on");
+        for (lane, (codes, scale)) in codes.into_iter().zip(scales).enumerate() {
+            let at = (col + lane) * self.blocks + block;
+            // SAFETY: `at` is below `cols · blocks`, which `new` compared with both lengths; nobody else writes there.
+            unsafe {
+                self.codes.add(at * (BLOCK / 2)).cast::<[u8; BLOCK / 2]>().write(codes.to_le_bytes());
+                self.scales.add(at).write(scale);
+            }
+        }
+    }
+}
+
+/// Both copies in one read of `x`: a band of 16 rows is in the cache when it is read again.
+fn quantize_runs(
+    isa: Isa,
+    x: &[bf16],
+    cols: usize,
+    groups: &Groups,
+    rowwise: Option<PlainCast<'_>>,
+    columnwise: Option<(Option<SignMask>, PlainCast<'_>)>,
+) {
+    let (runs, blocks) = (groups.row_blocks(ROWS), cols / BLOCK);
+    let (codes, scales, row) = match rowwise {
+        Some(PlainCast { amax, rounding, codes, scales }) => {
+            (Some(codes), Some(scales), Some((amax, rounding)))
+        }
+        None => (None, None, None),
+    };
+    let (codes, scales) = (carve_optional(codes, cols / 2, &runs), carve_optional(scales, blocks, &runs));
+    let column = columnwise.map(|(rht, PlainCast { amax, rounding, codes, scales })| {
+        (rht, amax, rounding, Columns::new(codes, scales, cols, groups.padded_rows() / BLOCK))
     });
+    runs.par_iter().zip(codes).zip(scales).with_max_len(1).for_each(|((run, mut codes), mut scales)| {
+        let e = run.expert;
+        for (i, x) in x[run.rows.start * cols..run.rows.end * cols].chunks(BLOCK * cols).enumerate() {
+            let token = run.token + i * BLOCK;
+            if let (Some((amax, rounding)), Some(codes), Some(scales)) = (row, &mut codes, &mut scales) {
+                let first = i * BLOCK * blocks;
+                let range = first..first + x.len() / BLOCK;
+                let codes = &mut codes[range.start * (BLOCK / 2)..range.end * (BLOCK / 2)];
+                let (global, position) =
+                    (GlobalScale::from_amax(amax[e]), rowwise_position(token, 0, blocks));
+                quantize_rows(isa, x, cols, global, rounding, position, codes, &mut scales[range]);
+            }
+            if let Some((rht, amax, rounding, out)) = &column {
+                let global = GlobalScale::from_amax(amax[e]);
+                let block = (groups.padded_range(e).start + token) / BLOCK;
+                for col in (0..cols).step_by(BLOCK) {
+                    let random = match rounding {
+                        Rounding::Nearest => None,
+                        Rounding::Stochastic(stream) => {
+                            Some((*stream, columnwise_position(token / BLOCK, col, cols)))
+                        }
+                    };
+                    let blocks = quantize_columns(isa, x, cols, col, *rht, global, random);
+                    // SAFETY: runs share no block of tokens: each starts at a multiple of 16 rows within its expert.
+                    unsafe { out.put(col, block, blocks) };
+                }
+            }
+        }
+    });
+}
+
+/// Rowwise blocks of up to 16 rows, the first at `position`.
+#[allow(clippy::too_many_arguments, reason = "the arguments of one call, from one place")]
+fn quantize_rows(
+    isa: Isa,
+    x: &[bf16],
+    cols: usize,
+    global: GlobalScale,
+    rounding: Rounding,
+    position: u64,
+    codes: &mut [u8],
+    scales: &mut [u8],
+) {
+    debug_assert!(x.len().is_multiple_of(cols) && x.len() <= BLOCK * cols);
+    match isa.kind() {
+        // SAFETY: this kind exists only where detection found AVX-512.
+        #[cfg(target_arch = "x86_64")]
+        Kind::Amx | Kind::Avx512 => unsafe {
+            quantize_avx512::quantize_rows(x, cols, global, rounding, position, codes, scales)
+        },
+        _ => quantize_each_row(isa, x, global, rounding, position, codes, scales),
+    }
 }
 
 multiversion! {
     /// Consecutive rowwise blocks, the first at `position`.
-    fn quantize_rows(
+    fn quantize_each_row(
         x: &[bf16], global: GlobalScale, rounding: Rounding, position: u64, codes: &mut [u8], scales: &mut [u8],
     ) {
         let out = codes.chunks_exact_mut(BLOCK / 2).zip(scales);
@@ -113,94 +206,83 @@ multiversion! {
     }
 }
 
-fn quantize_columnwise(
+/// Sixteen columnwise blocks from column `col` on of a band of up to 16 rows. `random` names the first block's draw.
+fn quantize_columns(
     isa: Isa,
-    x: &[bf16],
+    band: &[bf16],
     cols: usize,
-    groups: &Groups,
-    rht: Option<SignMask>,
-    cast: PlainCast<'_>,
-) {
-    let k = groups.padded_rows();
-    if k == 0 {
-        return;
-    }
-    let PlainCast { amax, rounding, codes, scales } = cast;
-    let codes = codes.par_chunks_mut(COLS * (k / 2));
-    let scales = scales.par_chunks_mut(COLS * (k / BLOCK));
-    codes.zip(scales).enumerate().for_each(|(chunk, (codes, scales))| {
-        for (e, &amax) in amax.iter().enumerate() {
-            let (rows, padded) = (groups.range(e), groups.padded_range(e));
-            let global = GlobalScale::from_amax(amax);
-            for block in 0..padded.len() / BLOCK {
-                let first = rows.start + block * BLOCK;
-                let band = &x[first * cols..rows.end.min(first + BLOCK) * cols];
-                let transform = Columns { cols, first: chunk * COLS, rht, global, rounding, block };
-                quantize_band(isa, band, transform, k, padded.start / BLOCK + block, codes, scales);
-            }
-        }
-    });
-}
-
-/// What the columns of one band share.
-#[derive(Clone, Copy)]
-struct Columns {
-    cols: usize,
-    /// First column of the task.
-    first: usize,
+    col: usize,
     rht: Option<SignMask>,
     global: GlobalScale,
-    rounding: Rounding,
-    /// Position of the band among the expert's bands of 16 tokens.
-    block: usize,
+    random: Option<(RandomStream, u64)>,
+) -> ([u64; BLOCK], [u8; BLOCK]) {
+    match isa.kind() {
+        // SAFETY: this kind exists only where detection found AVX-512.
+        #[cfg(target_arch = "x86_64")]
+        Kind::Amx | Kind::Avx512 => unsafe {
+            quantize_avx512::quantize_columns(band, cols, col, rht, global, random)
+        },
+        _ => quantize_tile(isa, band, cols, col, rht, global, random),
+    }
 }
 
 multiversion! {
-    /// One band of up to 16 tokens, for the columns of one task: block `slot` of each output row of length `k`.
-    fn quantize_band(band: &[bf16], c: Columns, k: usize, slot: usize, codes: &mut [u8], scales: &mut [u8]) {
-        for local in (0..scales.len() / (k / BLOCK)).step_by(BLOCK) {
-            let col = c.first + local;
-            let mut tile = tile::load(band, c.cols, col);
-            if let Some(mask) = c.rht {
-                tile::rht(&mut tile, mask);
-            }
-            let random = match c.rounding {
-                Rounding::Nearest => None,
-                Rounding::Stochastic(stream) => {
-                    Some(tile::random_blocks(stream, columnwise_position(c.block, col, c.cols)))
-                }
-            };
-            let q = tile::quantize_columns(&tile, c.global, random.as_ref());
-            for lane in 0..BLOCK {
-                let row = local + lane;
-                let bytes: [u8; BLOCK / 2] = std::array::from_fn(|b| q.codes[b][lane]);
-                codes[row * (k / 2) + slot * (BLOCK / 2)..][..BLOCK / 2].copy_from_slice(&bytes);
-                scales[row * (k / BLOCK) + slot] = q.scales[lane];
-            }
+    /// The same by the functions of [`tile`].
+    fn quantize_tile(
+        band: &[bf16], cols: usize, col: usize, rht: Option<SignMask>, global: GlobalScale, random: Option<(RandomStream, u64)>,
+    ) -> ([u64; BLOCK], [u8; BLOCK]) {
+        let mut tile = tile::load(band, cols, col);
+        if let Some(mask) = rht {
+            tile::rht(&mut tile, mask);
         }
+        let random = random.map(|(stream, position)| tile::random_blocks(stream, position));
+        let q = tile::quantize_columns(&tile, global, random.as_ref());
+        let codes = std::array::from_fn(|lane| u64::from_le_bytes(std::array::from_fn(|b| q.codes[b][lane])));
+        (codes, q.scales)
     }
 }
 
 pub(super) fn quantize_weights(isa: Isa, pass: QuantizeWeights<'_, Host>) {
     let QuantizeWeights { w, shape: WeightShape { n, k }, codes, scales, unpacked, amax } = pass;
-    amax.par_iter_mut().zip(&w).for_each(|(amax, w)| {
+    let (bands, blocks) = (n / BLOCK, k / BLOCK);
+    let (code_slabs, _) = carve(&mut *codes, std::iter::repeat_n(n * (k / 2), w.len()));
+    let (scale_slabs, _) = carve(&mut *scales, std::iter::repeat_n(n * blocks, w.len()));
+    // An expert at a time, so that its weight is still in a cache when it is read again.
+    let slabs = code_slabs.into_par_iter().zip(scale_slabs).with_max_len(1);
+    slabs.zip(amax).zip(w).for_each(|(((codes, scales), amax), w)| {
         *amax =
-            w.par_chunks(1 << 14).map(|chunk| super::amax::block_amax(isa, chunk)).reduce(|| 0.0, f32::max);
-    });
-    // One task is a band of 16 rows of one expert.
-    let bands = w.len() * (n / BLOCK);
-    let (code_bands, _) = carve(&mut *codes, std::iter::repeat_n(BLOCK * (k / 2), bands));
-    let (scale_bands, _) = carve(&mut *scales, std::iter::repeat_n(BLOCK * (k / BLOCK), bands));
-    code_bands.into_par_iter().zip(scale_bands).enumerate().for_each(|(i, (codes, scales))| {
-        let (e, band) = (i / (n / BLOCK), i % (n / BLOCK));
-        let rows = &w[e][band * BLOCK * k..(band + 1) * BLOCK * k];
-        quantize_square_tiles(isa, rows, k, GlobalScale::from_amax(amax[e]), codes, scales);
+            w.par_chunks(1 << 16).map(|chunk| super::amax::block_amax(isa, chunk)).reduce(|| 0.0, f32::max);
+        let global = GlobalScale::from_amax(*amax);
+        let (codes, _) = carve(codes, std::iter::repeat_n(BLOCK * (k / 2), bands));
+        let (scales, _) = carve(scales, std::iter::repeat_n(BLOCK * blocks, bands));
+        w.par_chunks(BLOCK * k).zip(codes).zip(scales).with_min_len(4).for_each(|((rows, codes), scales)| {
+            quantize_band(isa, rows, k, global, codes, scales);
+        });
     });
     unpack(k, codes, scales, unpacked);
 }
 
+/// A band of 16 rows of a weight in 16 x 16 tiles.
+fn quantize_band(
+    isa: Isa,
+    rows: &[bf16],
+    k: usize,
+    global: GlobalScale,
+    codes: &mut [u8],
+    scales: &mut [u8],
+) {
+    match isa.kind() {
+        // SAFETY: this kind exists only where detection found AVX-512.
+        #[cfg(target_arch = "x86_64")]
+        Kind::Amx | Kind::Avx512 => unsafe {
+            quantize_avx512::quantize_square_tiles(rows, k, global, codes, scales)
+        },
+        _ => quantize_square_tiles(isa, rows, k, global, codes, scales),
+    }
+}
+
 multiversion! {
-    /// A band of 16 rows of a weight in 16 x 16 tiles.
+    /// [`quantize_band`] by the functions of [`tile`].
     fn quantize_square_tiles(rows: &[bf16], k: usize, global: GlobalScale, codes: &mut [u8], scales: &mut [u8]) {
         for block in 0..k / BLOCK {
             let tile = tile::load(rows, k, block * BLOCK);
@@ -263,5 +345,86 @@ pub(super) fn dequantize(pass: Dequantize<'_, Host>) {
                 run(row, range.clone(), amax, &mut out[range]);
             }
         }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::Backend;
+    use crate::kernels::contract::{ColumnwiseCast, GroupQuantize, QuantizeWeights};
+    use crate::kernels::cpu::Cpu;
+    use crate::kernels::reference::Reference;
+    use crate::numerics::philox::philox4x32;
+
+    /// Mostly ordinary values, with blocks of very small and of very large ones, and a few that are not finite.
+    fn values(len: usize) -> Vec<bf16> {
+        let value = |i: usize| {
+            let [a, b, ..] = philox4x32(3, 0, i as u64);
+            let v = (a as f32 / u32::MAX as f32 - 0.5) * [1.0, 1e-3, 40.0, 1e-38][i / 64 % 4];
+            bf16::from_f32(if b % 5000 == 0 { f32::INFINITY } else { v })
+        };
+        (0..len).map(value).collect()
+    }
+
+    type Copies = Vec<(Vec<u8>, Vec<u8>)>;
+
+    fn weights<B: Backend<Memory = Host>>(b: &B, w: &[bf16], shape: WeightShape) -> Copies {
+        let experts = w.len() / (shape.n * shape.k);
+        let (mut codes, mut scales) = (vec![9; w.len() / 2], vec![9; w.len() / BLOCK]);
+        let mut amax = vec![9.0; experts];
+        let w = w.chunks(shape.n * shape.k).collect();
+        let (c, s) = (&mut codes[..], &mut scales[..]);
+        let pass = QuantizeWeights { w, shape, codes: c, scales: s, unpacked: None, amax: &mut amax[..] };
+        b.quantize_weights(pass).expect("weights");
+        vec![(codes, scales), (amax.iter().flat_map(|a| a.to_le_bytes()).collect(), vec![])]
+    }
+
+    fn both<B: Backend<Memory = Host>>(
+        b: &B,
+        x: &[bf16],
+        cols: usize,
+        groups: &Groups,
+        random: bool,
+    ) -> Copies {
+        let amax = vec![20.0; groups.experts()];
+        let k = groups.padded_rows();
+        let mut out: Copies =
+            [groups.rows() * cols, cols * k].map(|len| (vec![9; len / 2], vec![9; len / BLOCK])).into();
+        let rounding = |stream| match random {
+            true => Rounding::Stochastic(RandomStream { seed: 5, stream }),
+            false => Rounding::Nearest,
+        };
+        let mut casts =
+            out.iter_mut().zip([rounding(1), rounding(2)]).map(|((codes, scales), rounding)| Cast {
+                amax: &amax[..],
+                rounding,
+                layout: ScaleLayout::Plain,
+                codes: &mut codes[..],
+                scales: &mut scales[..],
+                unpacked: None,
+            });
+        let rowwise = casts.next();
+        let columnwise = casts.next().map(|cast| ColumnwiseCast { rht: Some(SignMask::DEFAULT), cast });
+        b.group_quantize(GroupQuantize { x, cols, groups, rowwise, columnwise }).expect("both copies");
+        drop(casts);
+        out
+    }
+
+    /// Wider than what a register tile or a table of random bytes holds.
+    #[test]
+    fn wide_tensors_are_the_reference_to_the_byte() {
+        let shape = WeightShape { n: 32, k: 1072 };
+        let (w, groups) =
+            (values(3 * shape.n * shape.k), Groups::new(&[3, 150, 0, 17], 180).expect("splits"));
+        for isa in Isa::available() {
+            let cpu = Cpu::with_isa(isa);
+            assert!(weights(&cpu, &w, shape) == weights(&Reference, &w, shape), "{isa}");
+            for (cols, random) in [(544, false), (560, true), (16, true)] {
+                let x = values(groups.rows() * cols);
+                let expected = both(&Reference, &x, cols, &groups, random);
+                assert!(both(&cpu, &x, cols, &groups, random) == expected, "{isa}, {cols} columns, {random}");
+            }
+        }
     }
 }
