@@ -4,6 +4,7 @@
 //! - `kernels`: only the CUDA kernels, compiled for every architecture; with `--bless` it records what they need.
 //! - `bench`: the CPU's shapes of `moe4 bench` with PyTorch beside it, recorded; what follows goes to `moe4 bench`.
 //! - `python`: only the Python package, built and tested.
+//! - `picture`: draws docs/steps.svg from the records of `moe4 bench`.
 //! - `layers`: only the rules on which module and which crate may use which (fast).
 
 #![forbid(unsafe_code)]
@@ -13,6 +14,7 @@ mod check;
 mod kernels;
 mod layers;
 mod paths;
+mod picture;
 mod python;
 mod totals;
 mod venv;
@@ -28,6 +30,7 @@ tasks:
   kernels --bless   and record the registers and memory that they need
   bench [ARGS]      moe4 bench on the CPU beside PyTorch, which it installs, recorded in bench/record
   python            build the Python package and run its tests; installs torch (5 GB)
+  picture           draw docs/steps.svg from bench/record
   layers            which module and which crate may use which";
 
 fn main() -> ExitCode {
@@ -38,6 +41,7 @@ fn main() -> ExitCode {
         ["kernels", "--bless"] => kernels::run(&repository_root(), true),
         ["bench", ..] => bench::run(&repository_root(), &arguments[1..]),
         ["python"] => python::run(&repository_root(), &mut totals::Totals::default()),
+        ["picture"] => picture::run(&repository_root()),
         ["layers"] => layers::run(&repository_root()),
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}");
