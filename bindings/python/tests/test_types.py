@@ -7,6 +7,7 @@ import inspect
 import pathlib
 
 import moe4
+import pytest
 from moe4 import _moe4
 
 
@@ -43,8 +44,9 @@ def test_everything_public_is_documented() -> None:
                     assert inspect.getdoc(function), f"{name}.{member}"
 
 
-def test_the_readme_runs() -> None:
-    readme = pathlib.Path(__file__).parent.parent / "README.md"
+@pytest.mark.parametrize("folder", ["bindings/python", "."])
+def test_the_readme_runs(folder: str) -> None:
+    readme = pathlib.Path(__file__).parents[3] / folder / "README.md"
     blocks = readme.read_text().split("```python\n")[1:]
     assert blocks
     for block in blocks:

@@ -49,6 +49,8 @@ use super::contract::*;
 use super::memory::Host;
 use super::{Backend, Capabilities, Element, Error};
 use crate::tensor::Groups;
+use rayon::prelude::*;
+use std::mem::MaybeUninit;
 
 /// The CPU backend, in host memory.
 #[derive(Clone, Copy, Debug)]
@@ -77,24 +79,18 @@ impl Cpu {
     }
 }
 
-/// `len` elements that may hold anything: zeros would be written by one thread, to be written again by all.
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-fn unspecified<T: Element>(len: usize) -> Vec<T> {
+/// `len` zeros, written by all cores: what one core clears, the others wait for.
+fn zeros<T: Element>(len: usize) -> Vec<T> {
     let mut buffer = Vec::<T>::with_capacity(len);
-    let start = buffer.spare_capacity_mut().as_mut_ptr();
-    // SAFETY: the capacity is there. For the compiler, assembly that is given the address may have written every element, and
-    // this one behaves as if it had written what the memory holds; any bits are an element.
-    unsafe {
-        std::arch::asm!("/* {} */", in(reg) start, options(nostack, preserves_flags));
-        buffer.set_len(len);
-    }
+    let spare = &mut buffer.spare_capacity_mut()[..len];
+    spare.par_chunks_mut(CLEARED_AT_ONCE).for_each(|part| part.fill(MaybeUninit::new(T::default())));
+    // SAFETY: every element up to `len` has just been written.
+    unsafe { buffer.set_len(len) };
     buffer
 }
 
-#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-fn unspecified<T: Element>(len: usize) -> Vec<T> {
-    bytemuck::allocation::zeroed_vec(len)
-}
+/// Elements that a core clears at a time.
+const CLEARED_AT_ONCE: usize = 1 << 16;
 
 impl Backend for Cpu {
     type Memory = Host;
@@ -115,7 +111,7 @@ impl Backend for Cpu {
         Ok(groups.clone())
     }
     fn empty<T: Element>(&self, len: usize) -> Result<Vec<T>, Error> {
-        Ok(unspecified(len))
+        Ok(zeros(len))
     }
     fn duplicate<T: Element>(&self, x: &[T]) -> Result<Vec<T>, Error> {
         Ok(x.to_vec())
