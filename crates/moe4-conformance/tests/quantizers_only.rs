@@ -51,6 +51,7 @@ fn the_operator_is_refused_before_its_first_pass() {
         weights_per_expert: false,
         accumulate_onto: None,
         delayed: false,
+        traced: true,
     };
     let refused = step.run(&cpu).unwrap_err();
     let Error::Unsupported(refused) = refused else { panic!("{refused}") };

@@ -4,7 +4,7 @@
 
 use half::bf16;
 use moe4::kernels::Backend;
-use moe4::kernels::contract::{Cast, GroupAmax, GroupQuantize};
+use moe4::kernels::contract::{Cast, GroupAmax, GroupQuantize, PackedOut};
 use moe4::numerics::rounding::Rounding;
 use moe4::tensor::{Groups, ScaleLayout};
 use moe4_cuda::Cuda;
@@ -30,11 +30,9 @@ fn main() -> anyhow::Result<()> {
     let mut codes = cuda.empty::<u8>(rows * cols / 2)?;
     let mut scales = cuda.empty::<u8>(rows * cols / 16)?;
     cuda.group_amax(GroupAmax { x: x.view(), cols, groups: &groups, amax: amax.view_mut() })?;
-    let (rounding, layout) = (Rounding::Nearest, ScaleLayout::Plain);
-    let (codes_out, scales_out) = (codes.view_mut(), scales.view_mut());
-    let rowwise =
-        Cast { amax: amax.view(), rounding, layout, codes: codes_out, scales: scales_out, unpacked: None };
-    let rowwise = Some(rowwise);
+    let layout = ScaleLayout::Plain;
+    let packed = Some(PackedOut { codes: codes.view_mut(), scales: scales.view_mut(), layout });
+    let rowwise = Some(Cast { amax: amax.view(), rounding: Rounding::Nearest, packed, unpacked: None });
     cuda.group_quantize(GroupQuantize { x: x.view(), cols, groups: &groups, rowwise, columnwise: None })?;
 
     // Downloads wait for the passes before them.

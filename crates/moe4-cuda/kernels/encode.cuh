@@ -13,6 +13,11 @@
 //               is one in FP32; each is the larger one where it is meant. E2M1's subnormals line up with those of FP32
 //               after a multiplication by a power of two: the code is then the exponent and the first bit of the
 //               mantissa.
+//
+// The value of a code in BF16 is found the same way: bits 6..8 of a BF16 number, all others zero, are 2^-126 of what
+// they are in E2M1, subnormals among them. Two multiplications, since block scales reach 448, give code times block
+// scale: one by 2^119 of the scale, one by 2^7. Both are exact, and zeros keep their signs. Codes need not be packed
+// for it.
 #pragma once
 #include "numerics.cuh"
 
@@ -23,6 +28,7 @@ struct Codes {
 
 // Eight elements as neighbours in memory: (0,1) (2,3) (4,5) (6,7).
 struct Neighbours {
+    static constexpr bool IN_ORDER = true;
     u32 pairs[4];
 
     DEVICE void unpack(const u32 (&m)[4], float (&v)[8]) {
@@ -39,6 +45,7 @@ struct Neighbours {
 
 // Eight elements in the order in which signs are gathered fastest: (0,2) (4,6) (1,3) (5,7).
 struct Interleaved {
+    static constexpr bool IN_ORDER = false;
     u32 pairs[4];
 
     DEVICE void unpack(const u32 (&m)[4], float (&v)[8]) {
@@ -117,9 +124,37 @@ DEVICE u32 nearest_code(float v) {
     return __vimin3_s32(a, b, c);
 }
 
-// Magnitudes of eight codes. `m` is what the elements are multiplied by.
-template <bool SATURATE>
-DEVICE u32 nearest_codes(const float (&x)[8], float m) {
+// What is wanted of a block: codes packed, BF16 values, or both.
+enum Form { PACKED = 1, VALUES = 2 };
+
+// Codes, scale byte and values of one block; parts that nobody wanted are meaningless.
+struct Quantized {
+    Codes codes;
+    u32 scale;
+    u32 values[8];  // sixteen in pairs, neighbours in memory
+};
+
+// The values of two codes, one in bits 6..8 of each half, with the signs of `x`. `scale_pair` comes from `value_scale`.
+DEVICE u32 value_pair(u32 codes, u32 x, u32 scale_pair) {
+    return multiply_bf16x2(multiply_bf16x2(codes | (x & 0x80008000u), scale_pair), 0x43004300u);
+}
+
+// 2^119 times a scale that is neither subnormal nor NaN, in both halves.
+DEVICE u32 value_scale(u32 scale) { return scale * 0x00100010u + 0x77807780u; }
+
+// The values of the eight codes of a word, whose signs do not count.
+DEVICE void values_of_word(u32 word, const u32 (&x)[4], u32 scale_pair, u32* values) {
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        const u32 byte = permute_bytes(word, 0, 0x4440 + i);
+        values[i] = value_pair((byte * 0x00040040u) & 0x01C001C0u, x[i], scale_pair);
+    }
+}
+
+// Magnitudes of the codes of eight elements, which `m` is multiplied with; their values if the form has them, with the
+// signs of `signs`.
+template <int FORM, bool SATURATE>
+DEVICE u32 nearest_codes(const float (&x)[8], float m, const u32 (&signs)[4], u32 scale_pair, u32* values) {
     float v[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) v[i] = __fmul_rn(x[i], m);
@@ -135,24 +170,29 @@ DEVICE u32 nearest_codes(const float (&x)[8], float m) {
         "}"
         : "=r"(word)
         : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+    if constexpr (FORM & VALUES) values_of_word(word, signs, scale_pair, values);
     return word;
 #else
-    // The last byte of MAGIC_BITS is zero, so a sum of two codes, one of them shifted, holds them in its last byte.
     u32 pair[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const float even = SATURATE ? fminf(v[2 * i], 6.0f) : v[2 * i],
-                    odd = SATURATE ? fminf(v[2 * i + 1], 6.0f) : v[2 * i + 1];
-        pair[i] = nearest_code(even) + (nearest_code(odd) << 4);
+        const u32 even = nearest_code(SATURATE ? fminf(v[2 * i], 6.0f) : v[2 * i]),
+                  odd = nearest_code(SATURATE ? fminf(v[2 * i + 1], 6.0f) : v[2 * i + 1]);
+        // The lower half of MAGIC_BITS is zero, so that of a sum of two codes, one of them shifted, holds them alone.
+        pair[i] = even + (odd << 4);
+        // Here the upper half is that of MAGIC_BITS and the odd code; what does not belong is taken off again.
+        if constexpr (FORM & VALUES)
+            values[i] = value_pair((even + odd * 0x10000u) * 64 - MAGIC_BITS * 64, signs[i], scale_pair);
     }
     return permute_bytes(permute_bytes(pair[0], pair[1], 0x0040), permute_bytes(pair[2], pair[3], 0x0040), 0x5410);
 #endif
 }
 
 // Likewise, rounded at random: a byte for each element, that of element 0 lowest. Without saturation, `m` is 2^-8 of
-// what the elements are multiplied by.
-template <bool SATURATE>
-DEVICE u32 stochastic_codes(const float (&x)[8], float m, u32 random_low, u32 random_high) {
+// what the elements are multiplied by. Values alone are not packed before.
+template <int FORM, bool SATURATE>
+DEVICE u32 stochastic_codes(const float (&x)[8], float m, u32 random_low, u32 random_high, const u32 (&signs)[4],
+                            u32 scale_pair, u32* values) {
     u32 z[8];
 #pragma unroll
     for (int k = 0; k < 8; k++) {
@@ -164,45 +204,62 @@ DEVICE u32 stochastic_codes(const float (&x)[8], float m, u32 random_low, u32 ra
         const u32 above_one = __float_as_uint(a) + (r << 6);
         z[k] = __float_as_uint(__fmul_rz(__uint_as_float(max(below_one, above_one)), 0x1p-118f));
     }
-    // Codes lie in bits 22..24; the upper halves of elements k and k + 4 share a word. What is above 6 reaches 8 at
+    // Codes lie in bits 22..24, so that the upper halves of two elements share a word; what is above 6 reaches 8 at
     // most.
-    u32 pairs[4];
+    const auto pair = [&](int i, int j) { return __vminu2(permute_bytes(z[i], z[j], 0x7632), 0x01FF01FFu); };
+    if constexpr (FORM == VALUES) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) pairs[i] = __vminu2(permute_bytes(z[i], z[i + 4], 0x7632), 0x01FF01FFu);
-    u32 word = (pairs[0] >> 6) & 0x00070007u;
-    word |= (pairs[1] >> 2) & 0x00700070u;
-    word |= (pairs[2] << 2) & 0x07000700u;
-    return word | ((pairs[3] << 6) & 0x70007000u);
+        for (int i = 0; i < 4; i++) values[i] = value_pair(pair(2 * i, 2 * i + 1) & 0x01C001C0u, signs[i], scale_pair);
+        return 0;
+    } else {
+        u32 word = (pair(0, 4) >> 6) & 0x00070007u;
+        word |= (pair(1, 5) >> 2) & 0x00700070u;
+        word |= (pair(2, 6) << 2) & 0x07000700u;
+        word |= (pair(3, 7) << 6) & 0x70007000u;
+        if constexpr (FORM & VALUES) values_of_word(word, signs, scale_pair, values);
+        return word;
+    }
 }
 
-template <bool SATURATE, class Eight>
-DEVICE Codes encode_nearest(const Block<Eight>& block, float m) {
+// Codes and, if wanted, values of a block. Values are of a scale that is neither subnormal nor NaN, and of elements
+// that are neighbours.
+template <int FORM, bool SATURATE, class Eight>
+DEVICE Quantized encode_nearest(const Block<Eight>& block, float m, u32 scale) {
+    static_assert(!(FORM & VALUES) || Eight::IN_ORDER, "values are signed as they come");
     float low[8], high[8];
     Eight::unpack(block.low_magnitudes, low);
     Eight::unpack(block.high_magnitudes, high);
-    return {block.low.with_signs(nearest_codes<SATURATE>(low, m)),
-            block.high.with_signs(nearest_codes<SATURATE>(high, m))};
+    const u32 scale_pair = value_scale(scale);
+    Quantized q;
+    q.scale = scale;
+    const u32 l = nearest_codes<FORM, SATURATE>(low, m, block.low.pairs, scale_pair, q.values);
+    const u32 h = nearest_codes<FORM, SATURATE>(high, m, block.high.pairs, scale_pair, q.values + 4);
+    q.codes = {block.low.with_signs(l), block.high.with_signs(h)};
+    return q;
 }
 
 // `position` is where the block's random bytes are found.
-template <bool SATURATE, class Eight>
-DEVICE Codes encode_stochastic(const Block<Eight>& block, float m, const RandomStream& random, u64 position) {
+template <int FORM, bool SATURATE, class Eight>
+DEVICE Quantized encode_stochastic(const Block<Eight>& block, float m, u32 scale, const RandomStream& random,
+                                   u64 position) {
+    static_assert(!(FORM & VALUES) || Eight::IN_ORDER, "values are signed as they come");
     const RandomBlock r = random_block(random, position);
     const float scaled = SATURATE ? m : __fmul_rn(m, 0x1p-8f);
     float low[8], high[8];
     Eight::unpack(block.low_magnitudes, low);
     Eight::unpack(block.high_magnitudes, high);
-    return {block.low.with_signs(stochastic_codes<SATURATE>(low, scaled, r.words[0], r.words[1])),
-            block.high.with_signs(stochastic_codes<SATURATE>(high, scaled, r.words[2], r.words[3]))};
+    const u32 scale_pair = value_scale(scale);
+    const u32(&w)[4] = r.words;
+    Quantized q;
+    q.scale = scale;
+    const u32 l = stochastic_codes<FORM, SATURATE>(low, scaled, w[0], w[1], block.low.pairs, scale_pair, q.values);
+    const u32 h =
+        stochastic_codes<FORM, SATURATE>(high, scaled, w[2], w[3], block.high.pairs, scale_pair, q.values + 4);
+    q.codes = {block.low.with_signs(l), block.high.with_signs(h)};
+    return q;
 }
 
-// Codes and scale byte of one block.
-struct Quantized {
-    Codes codes;
-    u32 scale;
-};
-
-// Any block. `factor` undoes that of the scaling; `position` is where the random bytes are found.
+// Any block, packed. `factor` undoes that of the scaling; `position` is where the random bytes are found.
 template <bool STOCHASTIC, class Eight>
 DEVICE Quantized quantize_any(const Block<Eight>& block, const Scaling& scaling, float factor,
                               const RandomStream& random, u64 position) {
@@ -211,14 +268,14 @@ DEVICE Quantized quantize_any(const Block<Eight>& block, const Scaling& scaling,
     const u32 scale = float_to_e4m3(__fmul_rn(__uint_as_float(amax), __fmul_rn(scaling.exact_block, factor)));
     const float m = __fmul_rn(scaling.multipliers[scale], factor);
     if constexpr (STOCHASTIC)
-        return {encode_stochastic<true>(block, m, random, position), scale};
+        return encode_stochastic<PACKED, true>(block, m, scale, random, position);
     else
-        return {encode_nearest<true>(block, m), scale};
+        return encode_nearest<PACKED, true>(block, m, scale);
 }
 
 // One block by the short way; what comes out is meaningless if that is not `usual`. No branch: so the work of one block
 // hides the latencies of another.
-template <bool STOCHASTIC, class Eight>
+template <bool STOCHASTIC, int FORM, class Eight>
 DEVICE Quantized quantize_usual(const Block<Eight>& block, const Scaling& scaling, const RandomStream& random,
                                 u64 position, bool& usual) {
     const float relative = __fmul_rn(__uint_as_float(block.amax_bits()), scaling.block);
@@ -226,7 +283,7 @@ DEVICE Quantized quantize_usual(const Block<Eight>& block, const Scaling& scalin
     const u32 scale = float_to_e4m3(relative);
     const float m = scaling.multipliers[scale];
     if constexpr (STOCHASTIC)
-        return {encode_stochastic<false>(block, m, random, position), scale};
+        return encode_stochastic<FORM, false>(block, m, scale, random, position);
     else
-        return {encode_nearest<false>(block, m), scale};
+        return encode_nearest<FORM, false>(block, m, scale);
 }

@@ -10,16 +10,17 @@
 // Blocks that cannot take the short way are noted by their thread, which does them at the end.
 //
 // Compile-time choices: ROWWISE, COLUMNWISE; ROW_STOCHASTIC, COL_STOCHASTIC; RHT, SIGN_MASK or MASK_AT_LAUNCH;
-// ROW_SWIZZLED, COL_SWIZZLED (scales in the 128x4 layout); ROW_UNPACKED, COL_UNPACKED (also code times block scale in
-// BF16).
+// ROW_PACKED, COL_PACKED (codes and scales), ROW_SWIZZLED, COL_SWIZZLED (scales in the 128x4 layout); ROW_UNPACKED,
+// COL_UNPACKED (code times block scale in BF16).
 #include "encode.cuh"
 #include "groups.cuh"
 #include "output.cuh"
 #include "shared_tile.cuh"
 
 // Thread blocks of a multiprocessor. More than these take registers that the inner loops need.
-constexpr bool RANDOM = ROW_STOCHASTIC || COL_STOCHASTIC, VALUES = ROW_UNPACKED || COL_UNPACKED;
-constexpr u32 RESIDENT = RANDOM && VALUES ? 4 : 6;
+constexpr u32 RESIDENT = 6;
+constexpr int ROW_FORM = (ROW_PACKED ? PACKED : 0) | (ROW_UNPACKED ? VALUES : 0);
+constexpr int COL_FORM = (COL_PACKED ? PACKED : 0) | (COL_UNPACKED ? VALUES : 0);
 // Rowwise alone, 128 columns are shared out among the threads, since rows are then read and written in longer pieces.
 constexpr u32 LINE_BLOCKS = COLUMNWISE ? COLUMN_BLOCKS : 8;
 constexpr u32 ROW_STEP = THREADS / LINE_BLOCKS;                                // rows between two of a thread
@@ -32,22 +33,36 @@ struct Copy {
     RandomStream random;
 };
 
+// The order of a column's elements in registers: the one whose signs are gathered fastest, or that of values.
+template <bool IN_ORDER>
+struct Order {
+    typedef Interleaved Eight;
+};
+template <>
+struct Order<true> {
+    typedef Neighbours Eight;
+};
+typedef Order<(COL_FORM & VALUES) != 0>::Eight ColumnEight;
+
 // v[at..at+8], or a quarter of it, rounded to BF16.
 template <bool QUARTER>
-DEVICE Interleaved rounded(const float (&v)[16], u32 at) {
+DEVICE ColumnEight rounded(const float (&v)[16], u32 at) {
     const auto value = [&](u32 i) { return QUARTER ? __fmul_rn(v[at + i], 0.25f) : v[at + i]; };
     const auto pair = [&](u32 a, u32 b) { return to_bf16x2(value(a), value(b)); };
-    return {{pair(0, 2), pair(4, 6), pair(1, 3), pair(5, 7)}};
+    if constexpr (ColumnEight::IN_ORDER)
+        return {{pair(0, 1), pair(2, 3), pair(4, 5), pair(6, 7)}};
+    else
+        return {{pair(0, 2), pair(4, 6), pair(1, 3), pair(5, 7)}};
 }
 
 // The lower or upper column of a pair, transformed.
 template <bool QUARTER>
-DEVICE Block<Interleaved> transform(const ColumnPair& pair, u32 half, u32 mask) {
+DEVICE Block<ColumnEight> transform(const ColumnPair& pair, u32 half, u32 mask) {
     float v[16];
 #pragma unroll
     for (u32 i = 0; i < 16; i++) v[i] = half ? upper(pair.tokens[i]) : lower(pair.tokens[i]);
     if constexpr (RHT) hadamard<SIGN_MASK>(v, mask);
-    return Block<Interleaved>(rounded<QUARTER>(v, 0), rounded<QUARTER>(v, 8));
+    return Block<ColumnEight>(rounded<QUARTER>(v, 0), rounded<QUARTER>(v, 8));
 }
 
 // What the thread block works on.
@@ -59,19 +74,20 @@ struct Context {
     u32 sign_mask;
 };
 
-typedef Cursor<ROW_SWIZZLED, ROW_UNPACKED> RowCursor;
-typedef Cursor<COL_SWIZZLED, COL_UNPACKED> ColumnCursor;
+typedef Cursor<ROW_SWIZZLED, ROW_FORM> RowCursor;
+typedef Cursor<COL_SWIZZLED, COL_FORM> ColumnCursor;
 
 // Zeros for the rows and token positions of nobody.
 DEVICE void fill_with_zeros(const Context& c, const Out& rowwise, const Out& columnwise) {
     if constexpr (ROWWISE)
         for (u32 i = threadIdx.x; i < c.tile.rows * c.live_blocks; i += THREADS)
-            RowCursor(rowwise, c.tile.row + i / c.live_blocks, c.first_block + i % c.live_blocks, c.blocks).store({});
+            RowCursor(rowwise, c.tile.row + i / c.live_blocks, c.first_block + i % c.live_blocks, c.blocks)
+                .store_any({});
     if constexpr (COLUMNWISE) {
         const u32 positions = c.tile.positions / BLOCK;
         for (u32 i = threadIdx.x; i < positions * c.live_blocks * BLOCK; i += THREADS) {
             const u64 block = c.tile.position / BLOCK + i % positions;
-            ColumnCursor(columnwise, c.first_block * BLOCK + i / positions, block, c.token_blocks).store({});
+            ColumnCursor(columnwise, c.first_block * BLOCK + i / positions, block, c.token_blocks).store_any({});
         }
     }
 }
@@ -110,7 +126,8 @@ DEVICE u32 quantize_rows(const uint4* shared, const uint4* x, const Context& c, 
 #pragma unroll
         for (u32 i = 0; i < ROWS_AT_ONCE; i++, bit *= 2) {
             bool usual;
-            const Quantized q = quantize_usual<ROW_STOCHASTIC>(v[i].block(), scaling, copy.random, position, usual);
+            const Quantized q =
+                quantize_usual<ROW_STOCHASTIC, ROW_FORM>(v[i].block(), scaling, copy.random, position, usual);
             const bool live = row + i * ROW_STEP < c.tile.rows;
             if (usual && live) cursor.store(q);
             left |= !usual && live ? bit : 0;
@@ -129,8 +146,8 @@ DEVICE void quantize_rare_rows(u32 left, const uint4* shared, const uint4* x, co
         const u32 row = threadIdx.x / LINE_BLOCKS + i * ROW_STEP, local = threadIdx.x % LINE_BLOCKS;
         const u64 position = (c.tile.token + row) * c.blocks + c.first_block + local;
         RowCursor(copy.out, c.tile.row + row, c.first_block + local, c.blocks)
-            .store(quantize_any<ROW_STOCHASTIC>(load_row(shared, x, c, row, local).block(), scaling, 1.0f, copy.random,
-                                                position));
+            .store_any(quantize_any<ROW_STOCHASTIC>(load_row(shared, x, c, row, local).block(), scaling, 1.0f,
+                                                    copy.random, position));
     }
 }
 
@@ -148,8 +165,9 @@ DEVICE u32 quantize_columns(const uint4* shared, const Context& c, const Copy& c
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
             bool usual;
-            const Block<Interleaved> block = transform<false>(loaded, half, c.sign_mask);
-            const Quantized q = quantize_usual<COL_STOCHASTIC>(block, scaling, copy.random, position + half, usual);
+            const Block<ColumnEight> block = transform<false>(loaded, half, c.sign_mask);
+            const Quantized q =
+                quantize_usual<COL_STOCHASTIC, COL_FORM>(block, scaling, copy.random, position + half, usual);
             if (usual) cursor.store(q);
             left |= usual ? 0 : bit << half;
             cursor.advance(half ? 2 * PAIR_STEP - 1 : 1);
@@ -167,10 +185,10 @@ DEVICE void quantize_rare_columns(u32 left, const uint4* shared, const Context& 
         if (!(left >> i & 1)) continue;
         const u32 pair = threadIdx.x / TOKEN_BLOCKS + i / 2 * PAIR_STEP, col = c.first_block * BLOCK + 2 * pair + i % 2;
         const ColumnPair loaded = load_columns(shared, token_block, pair);
-        const Block<Interleaved> v = transform<RHT>(loaded, i % 2, c.sign_mask);
+        const Block<ColumnEight> v = transform<RHT>(loaded, i % 2, c.sign_mask);
         const u64 position = (c.tile.token / BLOCK + token_block) * c.cols + col;
         ColumnCursor(copy.out, col, c.tile.position / BLOCK + token_block, c.token_blocks)
-            .store(quantize_any<COL_STOCHASTIC>(v, scaling, RHT ? 4.0f : 1.0f, copy.random, position));
+            .store_any(quantize_any<COL_STOCHASTIC>(v, scaling, RHT ? 4.0f : 1.0f, copy.random, position));
     }
 }
 

@@ -32,52 +32,62 @@ DEVICE uint2 unpack_codes(u32 codes, u32 scale_pair) {
     return out;
 }
 
-// The sixteen BF16 values of block number `block`.
-DEVICE void store_unpacked(u16* unpacked, u64 block, Codes c, u32 scale) {
+// The sixteen BF16 values of a block.
+DEVICE void store_unpacked(uint4* values, Codes c, u32 scale) {
     const u32 s = __float_as_uint(e4m3_to_float(scale)) >> 16, pair = s | s << 16;
     if (scale == E4M3_NAN) {
         // The codes are 0; the product's NaN would be another one.
-        reinterpret_cast<uint4*>(unpacked)[block * 2] = reinterpret_cast<uint4*>(unpacked)[block * 2 + 1] =
-            make_uint4(pair, pair, pair, pair);
+        values[0] = values[1] = make_uint4(pair, pair, pair, pair);
         return;
     }
     const uint2 a = unpack_codes(c.low, pair), b = unpack_codes(c.low >> 16, pair);
     const uint2 d = unpack_codes(c.high, pair), e = unpack_codes(c.high >> 16, pair);
-    uint4* const out = reinterpret_cast<uint4*>(unpacked) + block * 2;
-    out[0] = make_uint4(a.x, a.y, b.x, b.y);
-    out[1] = make_uint4(d.x, d.y, e.x, e.y);
+    values[0] = make_uint4(a.x, a.y, b.x, b.y);
+    values[1] = make_uint4(d.x, d.y, e.x, e.y);
 }
 
 // A place in the operand: block `block` of `blocks` in row `row`. Plain operands are walked by adding to addresses.
-template <bool IN_TILES, bool WITH_VALUES>
+template <bool IN_TILES, int FORM>
 struct Cursor {
     uint2* codes;
     u8* scales;
-    u64 number, row, block, blocks;
-    u16* unpacked;
+    uint4* values;
+    u64 row, block, blocks;
 
     __device__ __forceinline__ Cursor(const Out& out, u64 row, u64 block, u64 blocks)
         : codes(reinterpret_cast<uint2*>(out.codes) + row * blocks + block),
           scales(IN_TILES ? out.scales : out.scales + row * blocks + block),
-          number(row * blocks + block),
+          values(reinterpret_cast<uint4*>(out.unpacked) + (row * blocks + block) * 2),
           row(row),
           block(block),
-          blocks(blocks),
-          unpacked(out.unpacked) {}
+          blocks(blocks) {}
 
-    __device__ __forceinline__ void store(const Quantized& q) const {
+    __device__ __forceinline__ void store_packed(const Quantized& q) const {
         *codes = make_uint2(q.codes.low, q.codes.high);
         if constexpr (IN_TILES)
             scales[scale_index<true>(row, block, blocks)] = q.scale;
         else
             *scales = q.scale;
-        if constexpr (WITH_VALUES) store_unpacked(unpacked, number, q.codes, q.scale);
+    }
+
+    // A block that comes with its values.
+    __device__ __forceinline__ void store(const Quantized& q) const {
+        if constexpr (FORM & PACKED) store_packed(q);
+        const u32(&v)[8] = q.values;
+        if constexpr (FORM & VALUES)
+            values[0] = make_uint4(v[0], v[1], v[2], v[3]), values[1] = make_uint4(v[4], v[5], v[6], v[7]);
+    }
+
+    // A block that comes without, of any scale.
+    __device__ __forceinline__ void store_any(const Quantized& q) const {
+        if constexpr (FORM & PACKED) store_packed(q);
+        if constexpr (FORM & VALUES) store_unpacked(values, q.codes, q.scale);
     }
 
     // To the same block of a row further down.
     __device__ __forceinline__ void advance(u32 rows) {
         const u64 step = rows * blocks;
-        codes += step, number += step, row += rows;
+        codes += step, values += 2 * step, row += rows;
         if constexpr (!IN_TILES) scales += step;
     }
 };

@@ -10,12 +10,13 @@
 #include "encode.cuh"
 #include "output.cuh"
 
+constexpr int FORM = PACKED | (UNPACKED ? VALUES : 0);
 constexpr u32 THREADS = 256;
 constexpr u32 TILES = THREADS / 8;  // of a thread block, side by side
 
 // With the saturation that the short way leaves out.
 static __device__ __noinline__ Codes encode_rare(Neighbours low, Neighbours high, float m) {
-    return encode_nearest<true>(Block<Neighbours>(low, high), m);
+    return encode_nearest<PACKED, true>(Block<Neighbours>(low, high), m, 0).codes;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -50,9 +51,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (u32 i = 0; i < 2; i++) {
         Codes codes{0, 0};
         if (usual)
-            codes = encode_nearest<false>(Block<Neighbours>(low[i], high[i]), m);
+            codes = encode_nearest<PACKED, false>(Block<Neighbours>(low[i], high[i]), m, scale).codes;
         else if (finite)
             codes = encode_rare(low[i], high[i], m);
-        Cursor<false, UNPACKED>(out, (u64)expert * n + first_row + i, block, blocks).store({codes, scale});
+        Cursor<false, FORM>(out, (u64)expert * n + first_row + i, block, blocks).store_any({codes, scale});
     }
 }

@@ -129,11 +129,12 @@ fn products() -> Vec<Variant> {
 /// Directions and roundings, and each further output once.
 fn group_quantize() -> Vec<Variant> {
     let none = Copy::default();
-    let nearest = Copy { made: true, ..none };
+    let nearest = Copy { made: true, packed: true, ..none };
     let stochastic = Copy { stochastic: true, ..nearest };
     let mask = Some(SignMask::DEFAULT);
     let swizzled = |copy| Copy { swizzled: true, ..copy };
     let unpacked = |copy| Copy { unpacked: true, ..copy };
+    let values = |copy| Copy { packed: false, unpacked: true, ..copy };
     [
         (nearest, none, None),
         (stochastic, none, None),
@@ -151,6 +152,12 @@ fn group_quantize() -> Vec<Variant> {
         (swizzled(stochastic), swizzled(stochastic), mask),
         (unpacked(nearest), unpacked(nearest), mask),
         (unpacked(stochastic), unpacked(stochastic), mask),
+        // As the operator asks for them: in the forward, in the backward, and of an h that is made again.
+        (values(nearest), nearest, mask),
+        (values(nearest), none, None),
+        (values(stochastic), values(stochastic), mask),
+        (none, values(nearest), mask),
+        (values(nearest), values(nearest), mask),
     ]
     .map(|(row, col, rht)| launch::group_quantize_variant(row, col, rht))
     .to_vec()

@@ -28,9 +28,7 @@ fn quantize(lengths: Lengths, columnwise: bool) -> Option<Misuse> {
     let cast = Cast::<Host> {
         amax: &[1.0, 0.0],
         rounding: Rounding::Nearest,
-        layout: lengths.layout,
-        codes: &mut codes,
-        scales: &mut scales,
+        packed: Some(PackedOut { codes: &mut codes, scales: &mut scales, layout: lengths.layout }),
         unpacked: unpacked.as_deref_mut(),
     };
     let (rowwise, columnwise) = match columnwise {
@@ -79,6 +77,26 @@ fn scales_have_the_length_of_their_layout() {
     assert_eq!(quantize(columnwise(plain, 96), true), None);
     assert_eq!(quantize(columnwise(swizzled, 512), true), None);
     assert_eq!(named(quantize(columnwise(swizzled, 96), true)).1, 512);
+}
+
+#[test]
+fn a_copy_has_a_form() {
+    let groups = Groups::new(&[17, 0], ROWS).unwrap();
+    let x = vec![bf16::ONE; ROWS * COLS];
+    let quantize = |unpacked: Option<&mut [bf16]>| {
+        let cast = Cast::<Host> { amax: &[1.0, 0.0], rounding: Rounding::Nearest, packed: None, unpacked };
+        let (x, rowwise) = (&x[..], Some(cast));
+        let pass = GroupQuantize { x, cols: COLS, groups: &groups, rowwise, columnwise: None };
+        misuse(Reference.group_quantize(pass))
+    };
+    let refused = quantize(None).expect("nothing to write");
+    assert!(refused.to_string().contains("got neither"), "{refused}");
+    let mut values = vec![bf16::MAX; ROWS * COLS];
+    assert_eq!(named(quantize(Some(&mut values[1..]))), ("unpacked", ROWS * COLS, ROWS * COLS - 1));
+    assert_eq!(quantize(Some(&mut values[..])), None);
+    assert!(values[17 * COLS..].iter().all(|v| v.to_bits() == 0), "rows of nobody");
+    // A block of ones: codes of 6, a scale of 2688 / 6 = 448.
+    assert!(values[..17 * COLS].iter().all(|v| v.to_f32() == 6.0 * 448.0), "values alone");
 }
 
 #[test]

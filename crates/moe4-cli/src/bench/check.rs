@@ -218,7 +218,7 @@ mod tests {
         for case in select(&["h_".into()])? {
             let (ours, theirs) =
                 (outputs(&cpu, case, &shape, true)?, outputs(&Reference, case, &shape, true)?);
-            assert!(ours.len() == theirs.len() && ours.len() > 6, "{case}");
+            assert!(ours.len() == theirs.len() && ours.len() > 3, "{case}");
             ours.iter().zip(&theirs).try_for_each(|(ours, theirs)| ours.expect_same(theirs))?;
         }
         Ok(())

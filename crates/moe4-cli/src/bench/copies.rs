@@ -3,8 +3,8 @@
 use anyhow::Result;
 use half::bf16;
 use moe4::kernels::contract::{
-    Cast, ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize, Operand, QuantizeWeights, Unpacked,
-    WeightOperand, WeightShape,
+    Cast, ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize, Operand, PackedOut, QuantizeWeights,
+    Unpacked, WeightOperand, WeightShape,
 };
 use moe4::kernels::{Backend, Buffer, Extent, Memory};
 use moe4::numerics::hadamard::SignMask;
@@ -18,11 +18,35 @@ pub(super) const ROWWISE: [&str; 3] = ["rowwise codes", "rowwise scales", "rowwi
 /// And along tokens.
 pub(super) const COLUMNWISE: [&str; 3] = ["columnwise codes", "columnwise scales", "columnwise values"];
 
-/// Codes and scales, and the BF16 values beside them where products read those.
+/// What a copy consists of.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Form {
+    /// Codes and scales.
+    Packed,
+    /// BF16 values.
+    Values,
+    /// All of them, as weights have it.
+    Both,
+}
+
+impl Form {
+    /// Of a copy of tokens as the operator makes it for a product.
+    pub(super) fn operand(unpacked: bool) -> Self {
+        if unpacked { Form::Values } else { Form::Packed }
+    }
+
+    fn weights(unpacked: bool) -> Self {
+        if unpacked { Form::Both } else { Form::Packed }
+    }
+}
+
+/// Codes and scales, BF16 values, or both.
 pub(super) struct Copy<M: Memory> {
+    form: Form,
+    /// Without elements if there are values alone, like `scales`.
     pub(super) codes: Buffer<M, u8>,
     pub(super) scales: Buffer<M, u8>,
-    pub(super) unpacked: Option<Buffer<M, bf16>>,
+    unpacked: Option<Buffer<M, bf16>>,
 }
 
 impl<M: Memory> Copy<M> {
@@ -30,12 +54,17 @@ impl<M: Memory> Copy<M> {
     pub(super) fn poisoned<B: Backend<Memory = M>>(
         backend: &B,
         shape: Option<OperandShape>,
-        unpacked: bool,
+        form: Form,
         byte: u8,
     ) -> Result<Self> {
-        let [codes, scales, values] =
-            shape.map_or([0; 3], |shape| [shape.code_bytes(), shape.scale_bytes(), shape.rows * shape.k]);
+        let values = shape.map_or(0, |shape| shape.rows * shape.k);
+        let [codes, scales] = match shape {
+            Some(shape) if form != Form::Values => [shape.code_bytes(), shape.scale_bytes()],
+            _ => [0; 2],
+        };
+        let unpacked = form != Form::Packed;
         Ok(Self {
+            form,
             codes: poisoned(backend, codes, byte)?,
             scales: poisoned(backend, scales, byte)?,
             unpacked: unpacked.then(|| poisoned(backend, values, byte)).transpose()?,
@@ -46,22 +75,26 @@ impl<M: Memory> Copy<M> {
         Cast {
             amax: M::view(amax),
             rounding,
-            layout: ScaleLayout::Plain,
-            codes: M::view_mut(&mut self.codes),
-            scales: M::view_mut(&mut self.scales),
+            packed: (self.form != Form::Values).then(|| PackedOut {
+                codes: M::view_mut(&mut self.codes),
+                scales: M::view_mut(&mut self.scales),
+                layout: ScaleLayout::Plain,
+            }),
             unpacked: self.unpacked.as_mut().map(M::view_mut),
         }
     }
 
-    /// Gives codes, scales and values to `each` under these names.
+    /// Gives codes, scales and values, those that there are, to `each` under these names.
     pub(super) fn outputs<B: Backend<Memory = M>>(
         &self,
         backend: &B,
         [codes, scales, values]: [&'static str; 3],
         each: &mut dyn FnMut(Output) -> Result<()>,
     ) -> Result<()> {
-        each(download::<_, u8>(backend, codes, &self.codes)?)?;
-        each(download::<_, u8>(backend, scales, &self.scales)?)?;
+        if self.form != Form::Values {
+            each(download::<_, u8>(backend, codes, &self.codes)?)?;
+            each(download::<_, u8>(backend, scales, &self.scales)?)?;
+        }
         if let Some(unpacked) = &self.unpacked {
             each(download::<_, bf16>(backend, values, unpacked)?)?;
         }
@@ -88,7 +121,7 @@ impl<M: Memory> Quantized<M> {
         let mut amax = poisoned(backend, groups.experts(), 0)?;
         backend.group_amax(GroupAmax { x: M::view(&x), cols, groups, amax: M::view_mut(&mut amax) })?;
         let shape = OperandShape { rows: groups.rows(), k: cols };
-        let mut copy = Copy::poisoned(backend, Some(shape), unpacked, 0)?;
+        let mut copy = Copy::poisoned(backend, Some(shape), Form::operand(unpacked), 0)?;
         let rowwise = Some(copy.cast(&amax, Rounding::Nearest));
         backend.group_quantize(GroupQuantize { x: M::view(&x), cols, groups, rowwise, columnwise: None })?;
         Ok(Self { copy, amax })
@@ -115,7 +148,7 @@ impl<M: Memory> Quantized<M> {
             amax_rht: M::view_mut(&mut amax),
         })?;
         let shape = OperandShape { rows: cols, k: groups.padded_rows() };
-        let mut copy = Copy::poisoned(backend, Some(shape), unpacked, 0)?;
+        let mut copy = Copy::poisoned(backend, Some(shape), Form::operand(unpacked), 0)?;
         let cast = copy.cast(&amax, Rounding::Nearest);
         let columnwise = Some(ColumnwiseCast { rht: Some(sign_mask), cast });
         backend.group_quantize(GroupQuantize { x: M::view(&x), cols, groups, rowwise: None, columnwise })?;
@@ -133,7 +166,7 @@ impl<M: Memory> Quantized<M> {
         let w = backend.upload(w)?;
         let mut amax = poisoned(backend, experts, 0)?;
         let packed = OperandShape { rows: experts * shape.n, k: shape.k };
-        let mut copy = Copy::poisoned(backend, Some(packed), unpacked, 0)?;
+        let mut copy = Copy::poisoned(backend, Some(packed), Form::weights(unpacked), 0)?;
         backend.quantize_weights(QuantizeWeights {
             w: M::split(M::view(&w), experts),
             shape,

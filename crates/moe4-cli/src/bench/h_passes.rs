@@ -19,7 +19,7 @@ use moe4::numerics::rounding::Rounding;
 use moe4::tensor::OperandShape;
 
 use super::case::HPasses;
-use super::copies::{COLUMNWISE, Copy, ROWWISE};
+use super::copies::{COLUMNWISE, Copy, Form, ROWWISE};
 use super::inputs;
 use super::sequence::Part;
 use super::shapes::Shape;
@@ -45,7 +45,7 @@ impl<M: Memory> HSequence<M> {
         shape: &Shape,
         unpacked: bool,
     ) -> Result<Self> {
-        let none = || Copy::poisoned(backend, None, false, 0);
+        let none = || Copy::poisoned(backend, None, Form::Packed, 0);
         let mut ready = Self {
             kind,
             shape: shape.clone(),
@@ -64,9 +64,9 @@ impl<M: Memory> HSequence<M> {
     pub(super) fn poison<B: Backend<Memory = M>>(&mut self, backend: &B, byte: u8) -> Result<()> {
         let (groups, ffn) = (self.shape.groups()?, self.shape.ffn);
         let (row, column) = (OperandShape::rowwise(&groups, ffn), OperandShape::columnwise(&groups, ffn));
-        self.row = Copy::poisoned(backend, Some(row), self.unpacked, byte)?;
+        self.row = Copy::poisoned(backend, Some(row), Form::operand(self.unpacked), byte)?;
         let read_at_once = self.unpacked && self.kind == HPasses::Recompute;
-        self.column = Copy::poisoned(backend, Some(column), read_at_once, byte)?;
+        self.column = Copy::poisoned(backend, Some(column), Form::operand(read_at_once), byte)?;
         if self.kind == HPasses::Separate {
             let experts = self.shape.experts;
             self.amax = [poisoned(backend, experts, byte)?, poisoned(backend, experts, byte)?];

@@ -12,7 +12,7 @@ use moe4::numerics::rounding::{RandomStream, Rounding};
 use moe4::tensor::OperandShape;
 
 use super::case::{Case, Pass, Quantize, Tensor};
-use super::copies::{COLUMNWISE, Copy, ROWWISE};
+use super::copies::{COLUMNWISE, Copy, Form, ROWWISE};
 use super::inputs;
 use super::shapes::Shape;
 use super::tensors::{Output, download, poisoned};
@@ -50,7 +50,7 @@ impl<M: Memory> SinglePass<M> {
             _ => vec![],
         };
         let weights = if case.pass == Pass::Unpermute { shape.rows } else { 0 };
-        let none = || Copy::poisoned(backend, None, false, 0);
+        let none = || Copy::poisoned(backend, None, Form::Packed, 0);
         let mut ready = Self {
             pass: case.pass,
             shape: shape.clone(),
@@ -87,8 +87,8 @@ impl<M: Memory> SinglePass<M> {
             }
             _ => (None, None),
         };
-        self.row = Copy::poisoned(backend, row, false, byte)?;
-        self.column = Copy::poisoned(backend, column, false, byte)?;
+        self.row = Copy::poisoned(backend, row, Form::Packed, byte)?;
+        self.column = Copy::poisoned(backend, column, Form::Packed, byte)?;
         let rows_out = match self.pass {
             Pass::Permute => self.shape.rows * cols,
             Pass::Unpermute => self.shape.rows / self.shape.top_k * cols,

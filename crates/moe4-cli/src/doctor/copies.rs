@@ -3,7 +3,8 @@
 use anyhow::{Result, ensure};
 use half::bf16;
 use moe4::kernels::contract::{
-    Cast, ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize, QuantizeWeights, WeightShape,
+    Cast, ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize, PackedOut, QuantizeWeights,
+    WeightShape,
 };
 use moe4::kernels::{Backend, Buffer, Memory};
 use moe4::numerics::hadamard::SignMask;
@@ -37,9 +38,11 @@ impl<M: Memory> Packed<M> {
         Cast {
             amax: M::view(&self.amax),
             rounding,
-            layout: ScaleLayout::Plain,
-            codes: M::view_mut(&mut self.codes),
-            scales: M::view_mut(&mut self.scales),
+            packed: Some(PackedOut {
+                codes: M::view_mut(&mut self.codes),
+                scales: M::view_mut(&mut self.scales),
+                layout: ScaleLayout::Plain,
+            }),
             unpacked: None,
         }
     }

@@ -2,7 +2,7 @@
 
 use half::bf16;
 use moe4::kernels::Backend;
-use moe4::kernels::contract::{Cast, ColumnwiseCast, GroupQuantize};
+use moe4::kernels::contract::{Cast, ColumnwiseCast, GroupQuantize, PackedOut};
 use moe4::kernels::reference::Reference;
 use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::{RandomStream, Rounding};
@@ -38,9 +38,11 @@ fn kernel(x: &[bf16], settings: &Settings, rounding: Rounding, amax: f32) -> (Ve
     let cast = Cast {
         amax: &amax[..],
         rounding,
-        layout: ScaleLayout::Plain,
-        codes: &mut codes[..],
-        scales: &mut scales[..],
+        packed: Some(PackedOut {
+            codes: &mut codes[..],
+            scales: &mut scales[..],
+            layout: ScaleLayout::Plain,
+        }),
         unpacked: None,
     };
     let (rowwise, columnwise) = match settings.axis {

@@ -3,7 +3,7 @@
 use super::Fault;
 use half::bf16;
 use moe4::kernels::Host;
-use moe4::kernels::contract::Cast;
+use moe4::kernels::contract::{Cast, PackedOut};
 use moe4::numerics::BLOCK;
 use moe4::tensor::ScaleLayout;
 
@@ -17,8 +17,8 @@ pub(super) struct Stale {
 impl Stale {
     pub(super) fn of(cast: &Cast<'_, Host>) -> Self {
         Self {
-            codes: cast.codes.to_vec(),
-            scales: cast.scales.to_vec(),
+            codes: cast.packed.as_ref().map(|out| out.codes.to_vec()).unwrap_or_default(),
+            scales: cast.packed.as_ref().map(|out| out.scales.to_vec()).unwrap_or_default(),
             unpacked: cast.unpacked.as_deref().map(<[bf16]>::to_vec).unwrap_or_default(),
         }
     }
@@ -43,11 +43,13 @@ pub(super) fn spoil(
     live: usize,
     stale: &Stale,
 ) {
-    if cast.layout == ScaleLayout::Swizzled128x4 {
-        spoil_swizzled(fault, cast.scales, rows, k / BLOCK, stale);
+    let alone = cast.packed.is_none();
+    if let Some(PackedOut { scales, layout: ScaleLayout::Swizzled128x4, .. }) = &mut cast.packed {
+        spoil_swizzled(fault, scales, rows, k / BLOCK, stale);
     }
     let Some(values) = &mut cast.unpacked else { return };
     match fault {
+        Fault::UnpackedAloneLeftOut if alone => values.copy_from_slice(&stale.unpacked),
         Fault::UnpackedNobodyStale => values[live * k..].copy_from_slice(&stale.unpacked[live * k..]),
         _ => spoil_values(fault, values),
     }

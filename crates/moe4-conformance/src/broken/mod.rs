@@ -37,6 +37,7 @@ pub enum Fault {
     UnpackedNanAsZero,
     UnpackedNanOfHardware,
     UnpackedNobodyStale,
+    UnpackedAloneLeftOut,
     WeightsUnpackedOfFirstExpert,
     DequantizedInAnotherOrder,
     DequantizedByPlainScales,
@@ -223,6 +224,11 @@ impl Fault {
                 UnpackedNobodyStale,
                 "BF16 values of nobody's rows left as they were",
                 &["layout/unpacked values", BYTES],
+            ),
+            expect(
+                UnpackedAloneLeftOut,
+                "BF16 values written beside codes only",
+                &["layout/unpacked values", "operands/unpacked, the whole operator", BYTES],
             ),
             expect(
                 WeightsUnpackedOfFirstExpert,

@@ -194,9 +194,11 @@ pub(super) fn group_quantize<B: Backend<Memory = Host>>(
         Cast {
             amax: cast.amax,
             rounding: cast.rounding,
-            layout: cast.layout,
-            codes: &mut *cast.codes,
-            scales: &mut *cast.scales,
+            packed: cast.packed.as_mut().map(|out| PackedOut {
+                codes: &mut *out.codes,
+                scales: &mut *out.scales,
+                layout: out.layout,
+            }),
             unpacked: cast.unpacked.as_deref_mut(),
         }
     }
@@ -209,45 +211,52 @@ pub(super) fn group_quantize<B: Backend<Memory = Host>>(
     })?;
 
     if let Some((cast, stale)) = rowwise.as_mut().zip(stale_rows) {
-        let plain = cast.layout == ScaleLayout::Plain;
-        let shortcuts = [Fault::ReciprocalOfScale, Fault::ReciprocalOfAmax, Fault::ScaleTiesAway];
-        if fault.is(&shortcuts) && cast.rounding == Rounding::Nearest && plain {
-            requantize_rows(fault, x, cols, groups, cast.amax, (&mut *cast.codes, &mut *cast.scales));
-        }
-        if fault == Fault::StalePadding {
-            let (first, first_scale) = (groups.live_rows() * cols / 2, groups.live_rows() * cols / BLOCK);
-            cast.codes[first..].copy_from_slice(&stale.codes[first..]);
-            if plain {
-                cast.scales[first_scale..].copy_from_slice(&stale.scales[first_scale..]);
+        if let Some(PackedOut { codes, scales, layout }) = &mut cast.packed {
+            let plain = *layout == ScaleLayout::Plain;
+            let shortcuts = [Fault::ReciprocalOfScale, Fault::ReciprocalOfAmax, Fault::ScaleTiesAway];
+            if fault.is(&shortcuts) && cast.rounding == Rounding::Nearest && plain {
+                requantize_rows(fault, x, cols, groups, cast.amax, (&mut *codes, &mut *scales));
+            }
+            if fault == Fault::StalePadding {
+                let (first, first_scale) = (groups.live_rows() * cols / 2, groups.live_rows() * cols / BLOCK);
+                codes[first..].copy_from_slice(&stale.codes[first..]);
+                if plain {
+                    scales[first_scale..].copy_from_slice(&stale.scales[first_scale..]);
+                }
+            }
+            let whole = cols / 128 * 128;
+            if fault == Fault::LastColumnTileDropped && whole > 0 {
+                codes.chunks_mut(cols / 2).for_each(|row| row[whole / 2..].fill(0));
+            }
+            if fault == Fault::QuantizedFirstBatchOnly {
+                let first =
+                    match calls.compare_exchange(0, groups.rows(), Ordering::Relaxed, Ordering::Relaxed) {
+                        Ok(_) => groups.rows(),
+                        Err(rows) => rows.min(groups.rows()),
+                    };
+                codes[first * cols / 2..].fill(0);
             }
         }
-        let whole = cols / 128 * 128;
-        if fault == Fault::LastColumnTileDropped && whole > 0 {
-            cast.codes.chunks_mut(cols / 2).for_each(|row| row[whole / 2..].fill(0));
-        }
-        if fault == Fault::QuantizedFirstBatchOnly {
-            let first = match calls.compare_exchange(0, groups.rows(), Ordering::Relaxed, Ordering::Relaxed) {
-                Ok(_) => groups.rows(),
-                Err(rows) => rows.min(groups.rows()),
-            };
-            cast.codes[first * cols / 2..].fill(0);
-        }
         forms::spoil(fault, cast, [groups.rows(), cols], groups.live_rows(), &stale);
-        spoil_copy(fault, cast.rounding, cast.codes, cast.scales);
+        if let Some(out) = &mut cast.packed {
+            spoil_copy(fault, cast.rounding, out.codes, out.scales);
+        }
     }
     if let Some((ColumnwiseCast { cast, .. }, stale)) = columnwise.as_mut().zip(stale_columns) {
-        if fault == Fault::StalePadding {
+        if let (Fault::StalePadding, Some(out)) = (fault, &mut cast.packed) {
             let width = groups.padded_rows() / 2;
             for e in (0..groups.experts()).filter(|&e| groups.range(e).len() % BLOCK < BLOCK - 1) {
                 let last = groups.padded_range(e).end / 2;
                 if !groups.range(e).len().is_multiple_of(BLOCK) {
                     (0..cols)
-                        .for_each(|c| cast.codes[c * width + last - 1] = stale.codes[c * width + last - 1]);
+                        .for_each(|c| out.codes[c * width + last - 1] = stale.codes[c * width + last - 1]);
                 }
             }
         }
         forms::spoil(fault, cast, [cols, groups.padded_rows()], cols, &stale);
-        spoil_copy(fault, cast.rounding, cast.codes, cast.scales);
+        if let Some(out) = &mut cast.packed {
+            spoil_copy(fault, cast.rounding, out.codes, out.scales);
+        }
     }
     Ok(())
 }

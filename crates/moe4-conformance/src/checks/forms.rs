@@ -50,23 +50,37 @@ fn values(codes: &[u8], scales: &[u8]) -> Result<Vec<bf16>, Failure> {
     unpack(codes).into_iter().enumerate().map(value).collect()
 }
 
-/// Both copies of `x` in the given layouts.
+/// What is written of a copy.
+#[derive(Clone, Copy, Debug)]
+struct Form {
+    packed: bool,
+    unpacked: bool,
+}
+
+const PACKED: Form = Form { packed: true, unpacked: false };
+const VALUES: Form = Form { packed: false, unpacked: true };
+const BOTH: Form = Form { packed: true, unpacked: true };
+
+/// Both copies of `x` in the given layouts and forms.
 fn both<B: Backend>(
     b: &B,
     (x, cols, groups): (&[bf16], usize, &Groups),
     rounding: Rounding,
     layouts: [ScaleLayout; 2],
-    unpacked: bool,
+    forms: [Form; 2],
 ) -> Result<[Copy; 2], Failure> {
     let mask = SignMask::DEFAULT;
     let (before, after) = hadamard_amax(b, x, cols, groups, mask)?;
-    let cast = |amax: &[f32], layout| Cast { layout, unpacked, ..Cast::new(amax, rounding) };
+    let cast = |amax: &[f32], i: usize| {
+        let Form { packed, unpacked } = forms[i];
+        Cast { packed, layout: layouts[i], unpacked, ..Cast::new(amax, rounding) }
+    };
     let case = Quantize {
         x,
         cols,
         groups,
-        rowwise: Some(cast(&before, layouts[0])),
-        columnwise: Some((Some(mask), cast(&after, layouts[1]))),
+        rowwise: Some(cast(&before, 0)),
+        columnwise: Some((Some(mask), cast(&after, 1))),
     };
     let (row, col) = case.run_copies(b)?;
     Ok([row.expect("asked for"), col.expect("asked for")])
@@ -84,14 +98,14 @@ pub(super) fn swizzled<B: Backend>(b: &B) -> Outcome {
             let mut x = data::normal(rows * cols, 1.0, 300 + seed as u64);
             x[live * cols..].fill(bf16::NAN);
             let tensor = (&x[..], cols, &groups);
-            let plain = both(b, tensor, Rounding::Nearest, PLAIN, false)?;
+            let plain = both(b, tensor, Rounding::Nearest, PLAIN, [PACKED; 2])?;
             if live > 0 {
                 alive("scales", &plain[0].packed.scales)?;
                 alive("scales of columns", &plain[1].packed.scales)?;
             }
             let shapes = [[rows, cols / BLOCK], [cols, groups.padded_rows() / BLOCK]];
             for layouts in [[Swizzled128x4; 2], [Swizzled128x4, Plain], [Plain, Swizzled128x4]] {
-                let got = both(b, tensor, Rounding::Nearest, layouts, false)?;
+                let got = both(b, tensor, Rounding::Nearest, layouts, [PACKED; 2])?;
                 for (((name, layout), [rows, cols]), (plain, got)) in
                     ["rowwise", "columnwise"].into_iter().zip(layouts).zip(shapes).zip(plain.iter().zip(&got))
                 {
@@ -112,7 +126,7 @@ pub(super) fn swizzled<B: Backend>(b: &B) -> Outcome {
     Ok(())
 }
 
-/// BF16 values are `code · scale`, in either layout; the copy beside them is the same.
+/// BF16 values are `code · scale`, alone and beside codes in either layout; those are the same with values and without.
 pub(super) fn unpacked<B: Backend>(b: &B) -> Outcome {
     let stochastic = Rounding::Stochastic(RandomStream { seed: u64::MAX - 5, stream: 1 << 63 });
     for (seed, (splits, rows, cols)) in SHAPES.into_iter().enumerate() {
@@ -128,21 +142,36 @@ pub(super) fn unpacked<B: Backend>(b: &B) -> Outcome {
                     x[cols + 3] = bf16::INFINITY;
                 }
                 let tensor = (&x[..], cols, &groups);
-                let plain = both(b, tensor, rounding, PLAIN, false)?;
+                let plain = both(b, tensor, rounding, PLAIN, [PACKED; 2])?;
                 if live > 0 && kind != Kind::Zeros {
                     alive("codes", &plain[0].packed.codes)?;
                 }
                 let shapes = [[rows, cols], [cols, groups.padded_rows()]];
-                for layout in [ScaleLayout::Plain, ScaleLayout::Swizzled128x4] {
-                    let got = both(b, tensor, rounding, [layout; 2], true)?;
-                    for ((name, shape), (plain, got)) in
-                        ["rowwise", "columnwise"].into_iter().zip(shapes).zip(plain.iter().zip(&got))
+                use ScaleLayout::{Plain, Swizzled128x4};
+                for (layout, forms) in [
+                    (Plain, [BOTH; 2]),
+                    (Swizzled128x4, [BOTH; 2]),
+                    (Plain, [VALUES; 2]),
+                    (Plain, [VALUES, PACKED]),
+                    (Plain, [PACKED, VALUES]),
+                ] {
+                    let got = both(b, tensor, rounding, [layout; 2], forms)?;
+                    for (((name, shape), form), (plain, got)) in ["rowwise", "columnwise"]
+                        .into_iter()
+                        .zip(shapes)
+                        .zip(forms)
+                        .zip(plain.iter().zip(&got))
                     {
-                        let expected = values(&plain.packed.codes, &plain.packed.scales)?;
-                        let got_values = got.unpacked.as_deref().unwrap_or_default();
-                        bf16_bits(&format!("{name} unpacked, {layout:?}"), &shape, &expected, got_values)?;
-                        let len = [plain.packed.codes.len()];
-                        bytes(&format!("{name} packed codes"), &len, &plain.packed.codes, &got.packed.codes)?;
+                        let (plain, what) = (&plain.packed, format!("of {forms:?}, {layout:?}"));
+                        if form.unpacked {
+                            let expected = values(&plain.codes, &plain.scales)?;
+                            let got_values = got.unpacked.as_deref().unwrap_or_default();
+                            bf16_bits(&format!("{name} unpacked {what}"), &shape, &expected, got_values)?;
+                        }
+                        if form.packed {
+                            let len = [plain.codes.len()];
+                            bytes(&format!("{name} codes {what}"), &len, &plain.codes, &got.packed.codes)?;
+                        }
                     }
                 }
                 Ok(())

@@ -63,6 +63,7 @@ fn run<B: Backend>(b: &B, golden: &MlpGolden, recompute: bool) -> Result<StepOut
         weights_per_expert: false,
         accumulate_onto: None,
         delayed: false,
+        traced: true,
     };
     Ok(step.run(b)?)
 }

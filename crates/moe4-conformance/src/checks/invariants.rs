@@ -65,6 +65,7 @@ impl Inputs {
             weights_per_expert: false,
             accumulate_onto: None,
             delayed: false,
+            traced: true,
         }
     }
 

@@ -6,7 +6,7 @@ use crate::alter::{Altered, UnpackedOperands};
 use crate::compare::{alive, bf16_bits, f32_bits};
 use crate::data;
 use crate::drive::{
-    Bias, Cast, Gemm, GemmAct, GemmActOut, GemmDact, GemmDactOut, Grads, Quantize, Side, Wgrad,
+    Bias, Cast, Gemm, GemmAct, GemmActOut, GemmDact, GemmDactOut, Grads, Quantize, Side, Step, Wgrad,
     hadamard_amax, quantize_weights,
 };
 use crate::report::{Failure, InCase, Outcome};
@@ -191,11 +191,16 @@ pub(super) fn operator<B: Backend>(b: &B) -> Outcome {
                 format!("{} {} recompute={recompute_activation}", config.activation, config.precision);
             let case = || -> Outcome {
                 let inputs = Inputs::new(config, &[21, 0, 1, 32, 16], 77, 4000 + i as u64);
-                let run = |wish| inputs.step().run(&Altered { inner: b, alteration: UnpackedOperands(wish) });
-                let (packed, unpacked) = (run(false)?, run(true)?);
+                let run = |wish, traced| {
+                    let step = Step { traced, ..inputs.step() };
+                    step.run(&Altered { inner: b, alteration: UnpackedOperands(wish) })
+                };
+                let (packed, unpacked) = (run(false, true)?, run(true, true)?);
                 not_zero(&packed)?;
                 same(&packed, &unpacked)?;
-                same_trace(&packed, &unpacked)
+                same_trace(&packed, &unpacked)?;
+                // Nobody wants codes: none are written.
+                same(&packed, &run(true, false)?).in_case("without a trace")
             };
             case().in_case(label)?;
         }

@@ -189,25 +189,26 @@ pub(super) fn passes_left_out<B: Backend>(b: &B) -> Outcome {
 
 /// The ledger's bytes of quantization against sums written out here from the shapes.
 pub(super) fn counted_bytes<B: Backend>(b: &B) -> Outcome {
-    for unpacked in [false, true] {
+    for (unpacked, traced) in [(false, false), (false, true), (true, false), (true, true)] {
         let b = Altered { inner: b, alteration: UnpackedOperands(unpacked) };
-        counted_bytes_of(&b, unpacked).in_case(format!("unpacked operands: {unpacked}"))?;
+        counted_bytes_of(&b, unpacked, traced)
+            .in_case(format!("unpacked operands: {unpacked}, traced: {traced}"))?;
     }
     Ok(())
 }
 
-fn counted_bytes_of<B: Backend>(b: &B, unpacked: bool) -> Outcome {
+fn counted_bytes_of<B: Backend>(b: &B, unpacked: bool, traced: bool) -> Outcome {
     let inputs = Inputs::new(config(Activation::SWIGLU), &SPLITS, ROWS, 9);
-    let entries = passes(b, &inputs.step())?;
+    let entries = passes(b, &Step { traced, ..inputs.step() })?;
     let (t, tp, e) = (ROWS as u64, (64 + 48 + 96) as u64, SPLITS.len() as u64);
-    // A copy that waits for the backward is never unpacked.
+    // A copy that waits for the backward is never unpacked; others are packed as well if a trace wants their codes.
     let quantized = |cols: u64, waits: bool| {
-        let values = if waits { t } else { t + tp };
-        Work {
-            read: t * cols * 2 + 2 * e * 4,
-            written: (t + tp) * cols / 2 + (t + tp) * cols / 16 + unpacked as u64 * values * cols * 2,
-            flops: 0,
-        }
+        let copy = |rows: u64, unpacked: bool| {
+            let packed = if unpacked && !traced { 0 } else { rows * cols / 2 + rows * cols / 16 };
+            packed + unpacked as u64 * rows * cols * 2
+        };
+        let written = copy(t, unpacked) + copy(tp, unpacked && !waits);
+        Work { read: t * cols * 2 + 2 * e * 4, written, flops: 0 }
     };
     let found: Vec<Work> =
         entries.iter().filter(|entry| entry.name == BOTH).map(|entry| entry.work).collect();

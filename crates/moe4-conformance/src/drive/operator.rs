@@ -42,6 +42,8 @@ pub struct Step<'a> {
     pub accumulate_onto: Option<f32>,
     /// Weight gradients left for later, when what the forward saved is gone.
     pub delayed: bool,
+    /// Intermediate tensors kept, among them codes that no product reads.
+    pub traced: bool,
 }
 
 /// Everything that comes out of a step.
@@ -61,7 +63,7 @@ pub struct StepOut {
     pub db1: Option<Vec<f32>>,
     /// `[E, H]`, if there is one.
     pub db2: Option<Vec<f32>>,
-    /// Every intermediate tensor.
+    /// Every intermediate tensor, if they were to be kept.
     pub trace: Trace,
 }
 
@@ -89,7 +91,7 @@ impl Step<'_> {
                 groups: &on_device,
                 weights: &weights,
                 needs: self.needs,
-                trace: Some(&mut trace),
+                trace: self.traced.then_some(&mut trace),
             },
         )?;
         let (experts, [s1, s2]) = (self.groups.experts(), mlp.weight_shapes());
@@ -104,7 +106,8 @@ impl Step<'_> {
                 dw2: grads::<B::Memory>(&mut dw2, experts, mode),
             });
             let dy = B::Memory::view(&dy);
-            let args = BackwardArgs { dy, random: self.random, dw: None, trace: Some(&mut trace) };
+            let args =
+                BackwardArgs { dy, random: self.random, dw: None, trace: self.traced.then_some(&mut trace) };
             match dw {
                 Some(dw) if self.delayed => {
                     let DelayedBackward { gradients, weights } = mlp.backward_delayed(b, &saved, args)?;

@@ -51,16 +51,18 @@ pub struct Cast {
     pub amax: Vec<f32>,
     /// Rounding of the elements.
     pub rounding: Rounding,
+    /// Codes and scales.
+    pub packed: bool,
     /// Of the block scales.
     pub layout: ScaleLayout,
-    /// BF16 values as well.
+    /// BF16 values.
     pub unpacked: bool,
 }
 
 impl Cast {
     /// Plain scales and no BF16 values.
     pub fn new(amax: &[f32], rounding: Rounding) -> Self {
-        Self { amax: amax.to_vec(), rounding, layout: ScaleLayout::Plain, unpacked: false }
+        Self { amax: amax.to_vec(), rounding, packed: true, layout: ScaleLayout::Plain, unpacked: false }
     }
 
     /// The same, to nearest.
@@ -69,10 +71,10 @@ impl Cast {
     }
 }
 
-/// A quantized copy on the host, with its BF16 values if they were asked for.
+/// A quantized copy on the host, in the forms that were asked for.
 #[derive(Clone, Debug)]
 pub struct Copy {
-    /// Codes, scales in the layout that was asked for, amaxes.
+    /// Codes, scales in the layout that was asked for, amaxes. No codes and no scales if they were not asked for.
     pub packed: Packed,
     /// `[rows, k]`.
     pub unpacked: Option<Vec<bf16>>,
@@ -95,17 +97,28 @@ pub struct Quantize<'a> {
 
 struct Output<M: Memory> {
     amax: Buffer<M, f32>,
+    packed: Option<PackedBuffers<M>>,
+    unpacked: Option<Buffer<M, bf16>>,
+}
+
+struct PackedBuffers<M: Memory> {
     codes: Buffer<M, u8>,
     scales: Buffer<M, u8>,
-    unpacked: Option<Buffer<M, bf16>>,
+    layout: ScaleLayout,
+}
+
+impl<M: Memory> PackedBuffers<M> {
+    fn new<B: Backend<Memory = M>>(b: &B, layout: ScaleLayout, shape: OperandShape) -> Result<Self, Error> {
+        let scales = poisoned(b, layout.bytes(shape.rows, shape.k / BLOCK))?;
+        Ok(Self { codes: poisoned(b, shape.code_bytes())?, scales, layout })
+    }
 }
 
 impl<M: Memory> Output<M> {
     fn new<B: Backend<Memory = M>>(b: &B, cast: &Cast, shape: OperandShape) -> Result<Self, Error> {
         Ok(Self {
             amax: b.upload(&cast.amax)?,
-            codes: poisoned(b, shape.code_bytes())?,
-            scales: poisoned(b, cast.layout.bytes(shape.rows, shape.k / BLOCK))?,
+            packed: cast.packed.then(|| PackedBuffers::new(b, cast.layout, shape)).transpose()?,
             unpacked: cast.unpacked.then(|| poisoned(b, shape.rows * shape.k)).transpose()?,
         })
     }
@@ -114,19 +127,21 @@ impl<M: Memory> Output<M> {
         contract::Cast {
             amax: M::view(&self.amax),
             rounding: cast.rounding,
-            layout: cast.layout,
-            codes: M::view_mut(&mut self.codes),
-            scales: M::view_mut(&mut self.scales),
+            packed: self.packed.as_mut().map(|out| contract::PackedOut {
+                codes: M::view_mut(&mut out.codes),
+                scales: M::view_mut(&mut out.scales),
+                layout: out.layout,
+            }),
             unpacked: self.unpacked.as_mut().map(M::view_mut),
         }
     }
 
     fn download<B: Backend<Memory = M>>(&self, b: &B) -> Result<Copy, Error> {
-        let packed = Nvfp4 {
-            codes: host(b, &self.codes)?,
-            scales: host(b, &self.scales)?,
-            amax: host(b, &self.amax)?,
+        let (codes, scales) = match &self.packed {
+            Some(out) => (host(b, &out.codes)?, host(b, &out.scales)?),
+            None => (vec![], vec![]),
         };
+        let packed = Nvfp4 { codes, scales, amax: host(b, &self.amax)? };
         Ok(Copy { packed, unpacked: self.unpacked.as_ref().map(|values| host(b, values)).transpose()? })
     }
 }
@@ -193,19 +208,16 @@ fn quantize_weight_views<B: Backend>(
 ) -> Result<Copy, Error> {
     let (contract::WeightShape { n, k }, experts) = (shape, w.len());
     let operand = OperandShape { rows: experts * n, k };
-    let mut out = Output {
-        amax: poisoned::<B, f32>(b, experts)?,
-        codes: poisoned(b, operand.code_bytes())?,
-        scales: poisoned(b, operand.scale_bytes())?,
-        unpacked: unpacked.then(|| poisoned(b, operand.rows * k)).transpose()?,
-    };
+    let mut amax = poisoned::<B, f32>(b, experts)?;
+    let mut packed = PackedBuffers::new(b, ScaleLayout::Plain, operand)?;
+    let mut values = unpacked.then(|| poisoned(b, operand.rows * k)).transpose()?;
     b.quantize_weights(QuantizeWeights {
         w: w.into_iter().map(B::Memory::shorten).collect(),
         shape,
-        codes: B::Memory::view_mut(&mut out.codes),
-        scales: B::Memory::view_mut(&mut out.scales),
-        unpacked: out.unpacked.as_mut().map(B::Memory::view_mut),
-        amax: B::Memory::view_mut(&mut out.amax),
+        codes: B::Memory::view_mut(&mut packed.codes),
+        scales: B::Memory::view_mut(&mut packed.scales),
+        unpacked: values.as_mut().map(B::Memory::view_mut),
+        amax: B::Memory::view_mut(&mut amax),
     })?;
-    out.download(b)
+    Output { amax, packed: Some(packed), unpacked: values }.download(b)
 }

@@ -23,6 +23,7 @@ const LINE_BLOCKS: [usize; 2] = [4, 8];
 pub(crate) struct Copy {
     pub(crate) made: bool,
     pub(crate) stochastic: bool,
+    pub(crate) packed: bool,
     pub(crate) swizzled: bool,
     pub(crate) unpacked: bool,
 }
@@ -32,7 +33,8 @@ impl Copy {
         cast.map_or(Self::default(), |cast| Self {
             made: true,
             stochastic: cast.rounding != Rounding::Nearest,
-            swizzled: cast.layout == ScaleLayout::Swizzled128x4,
+            packed: cast.packed.is_some(),
+            swizzled: cast.packed.as_ref().is_some_and(|out| out.layout == ScaleLayout::Swizzled128x4),
             unpacked: cast.unpacked.is_some(),
         })
     }
@@ -42,10 +44,12 @@ pub(crate) fn variant(row: Copy, col: Copy, rht: Option<SignMask>) -> Variant {
     let defines = [
         ("ROWWISE", row.made),
         ("ROW_STOCHASTIC", row.stochastic),
+        ("ROW_PACKED", row.packed),
         ("ROW_SWIZZLED", row.swizzled),
         ("ROW_UNPACKED", row.unpacked),
         ("COLUMNWISE", col.made),
         ("COL_STOCHASTIC", col.stochastic),
+        ("COL_PACKED", col.packed),
         ("COL_SWIZZLED", col.swizzled),
         ("COL_UNPACKED", col.unpacked),
         ("RHT", rht.is_some()),
@@ -76,10 +80,13 @@ impl CopyArgument {
             Some(values) => aligned(kernel, "unpacked", values.address(), 16)?,
             None => 0,
         };
-        let codes = aligned(kernel, "codes", cast.codes.address(), 8)?;
+        let (codes, scales) = match &cast.packed {
+            Some(out) => (aligned(kernel, "codes", out.codes.address(), 8)?, out.scales.address()),
+            None => (0, 0),
+        };
         Ok(Self {
             amax: aligned(kernel, "amax", cast.amax.address(), 4)?,
-            out: OutArgument { codes, scales: cast.scales.address(), unpacked },
+            out: OutArgument { codes, scales, unpacked },
             random: RandomArgument::new(random),
         })
     }
@@ -101,10 +108,10 @@ pub(crate) fn group_quantize(cuda: &Cuda, pass: GroupQuantize<'_, DeviceMemory>)
     let lines = cols.div_ceil(BLOCK * line) as u32;
     let (cols, k) = (narrow("columns", cols)?, groups.extent().padded_rows as u64);
     let kernel = cuda.kernel(&variant(Copy::of(rowwise.as_ref()), Copy::of(columnwise.as_ref()), rht))?;
-    for cast in [&rowwise, &columnwise].into_iter().flatten() {
-        if cast.layout == ScaleLayout::Swizzled128x4 {
+    for out in [&rowwise, &columnwise].into_iter().flatten().filter_map(|cast| cast.packed.as_ref()) {
+        if out.layout == ScaleLayout::Swizzled128x4 {
             // The kernel writes scales, and nothing of their padding.
-            cuda.clear(&cast.scales)?;
+            cuda.clear(&out.scales)?;
         }
     }
     let (groups_argument, mask) = (groups.argument(), rht.map_or(0, |mask| u32::from(mask.0)));

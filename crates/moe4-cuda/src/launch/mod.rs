@@ -122,8 +122,8 @@ impl RandomArgument {
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 struct OutArgument {
+    /// Each is 0 if the variant does not write it.
     codes: u64,
     scales: u64,
-    /// 0 if the variant does not write it.
     unpacked: u64,
 }

@@ -18,14 +18,15 @@ use moe4_conformance::drive::{self, Copy, Dequantize, Quantize};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Form {
     pub(crate) rounding: Rounding,
+    pub(crate) packed: bool,
     pub(crate) layout: ScaleLayout,
     pub(crate) unpacked: bool,
 }
 
 impl Form {
     fn cast(self, amax: &[f32]) -> drive::Cast {
-        let Form { rounding, layout, unpacked } = self;
-        drive::Cast { layout, unpacked, ..drive::Cast::new(amax, rounding) }
+        let Form { rounding, packed, layout, unpacked } = self;
+        drive::Cast { packed, layout, unpacked, ..drive::Cast::new(amax, rounding) }
     }
 }
 
@@ -45,13 +46,14 @@ pub(crate) fn stochastic(seed: u64) -> [Rounding; 2] {
     [0, 1].map(|direction| Rounding::Stochastic(stream(direction)))
 }
 
-/// Transforms, roundings, directions and outputs, in 30 combinations.
+/// Transforms, roundings, directions and outputs, in 42 combinations.
 pub(crate) fn settings(seed: u64) -> Vec<Setting> {
     const NEAREST: [Rounding; 2] = [Rounding::Nearest; 2];
     let random = SignMask(Random::new(seed).bits() as u16);
     let stochastic = stochastic(seed);
     let (plain, swizzled) = (ScaleLayout::Plain, ScaleLayout::Swizzled128x4);
-    let form = |rounding, layout, unpacked| Some(Form { rounding, layout, unpacked });
+    let form = |rounding, layout, unpacked| Some(Form { rounding, packed: true, layout, unpacked });
+    let values = |rounding| Some(Form { rounding, packed: false, layout: plain, unpacked: true });
     let both = |mask, rounding: [Rounding; 2], layout, unpacked| Setting {
         mask,
         rowwise: form(rounding[0], layout, unpacked),
@@ -63,11 +65,15 @@ pub(crate) fn settings(seed: u64) -> Vec<Setting> {
             settings.push(both(mask, rounding, plain, true));
             settings.push(both(mask, rounding, swizzled, false));
             settings.push(Setting { mask, rowwise: None, columnwise: form(rounding[1], plain, false) });
+            settings.push(Setting { mask, rowwise: values(rounding[0]), columnwise: values(rounding[1]) });
         }
     }
     for rounding in [NEAREST, stochastic] {
         settings.push(Setting { mask: None, rowwise: form(rounding[0], plain, false), columnwise: None });
         settings.push(both(Some(SignMask::DEFAULT), rounding, swizzled, true));
+        let (mask, of_rows) = (Some(SignMask::DEFAULT), values(rounding[0]));
+        settings.push(Setting { mask, rowwise: of_rows, columnwise: form(rounding[1], plain, false) });
+        settings.push(Setting { mask: None, rowwise: of_rows, columnwise: None });
     }
     let mixed = [[Rounding::Nearest, stochastic[1]], [stochastic[0], Rounding::Nearest]];
     settings.extend(mixed.map(|rounding| both(Some(SignMask::DEFAULT), rounding, plain, false)));
@@ -86,7 +92,7 @@ pub(crate) struct Case<'a> {
     pub(crate) given: &'a (dyn Fn(f32) -> f32 + Sync),
 }
 
-/// A copy and its values.
+/// A copy and its values: dequantized, or without the global scale if the copy has no codes.
 pub(crate) struct MadeCopy {
     pub(crate) copy: Copy,
     pub(crate) values: Vec<f32>,
@@ -118,6 +124,10 @@ impl<'a> Case<'a> {
         let (row, col) = Quantize { x, cols, groups, rowwise: row, columnwise: col }.run_copies(b)?;
         let back = |copy: Option<Copy>, form: Option<Form>, direction| -> Result<_, Error> {
             let Some((copy, form)) = copy.zip(form) else { return Ok(None) };
+            if !form.packed {
+                let values = copy.unpacked.iter().flatten().map(|v| v.to_f32()).collect();
+                return Ok(Some(MadeCopy { copy, values }));
+            }
             let pass = Dequantize { copy: &copy.packed, cols, groups, direction, layout: form.layout };
             let values = pass.run(b)?;
             Ok(Some(MadeCopy { copy, values }))
@@ -139,7 +149,9 @@ impl<'a> Case<'a> {
     pub(crate) fn alive(&self, made: &Made) -> Outcome {
         alive("amax", &made.amax)?;
         [&made.rowwise, &made.columnwise].into_iter().flatten().try_for_each(|made| {
-            alive("codes", &made.copy.packed.codes)?;
+            if !made.copy.packed.codes.is_empty() {
+                alive("codes", &made.copy.packed.codes)?;
+            }
             alive("values", &made.values)
         })
     }
@@ -173,13 +185,15 @@ pub(crate) fn same_copy(
     got: &Copy,
 ) -> Outcome {
     let (a, b) = (&expected.packed, &got.packed);
-    let of_scales = match layout {
-        ScaleLayout::Plain => vec![rows, k / BLOCK],
-        ScaleLayout::Swizzled128x4 => vec![layout.bytes(rows, k / BLOCK)],
-    };
     f32_bits(&format!("{name} amax"), &[a.amax.len()], &a.amax, &b.amax)?;
-    bytes(&format!("{name} scales, {layout:?}"), &of_scales, &a.scales, &b.scales)?;
-    bytes(&format!("{name} packed codes"), &[rows, k / 2], &a.codes, &b.codes)?;
+    if !(a.codes.is_empty() && b.codes.is_empty()) {
+        let of_scales = match layout {
+            ScaleLayout::Plain => vec![rows, k / BLOCK],
+            ScaleLayout::Swizzled128x4 => vec![layout.bytes(rows, k / BLOCK)],
+        };
+        bytes(&format!("{name} scales, {layout:?}"), &of_scales, &a.scales, &b.scales)?;
+        bytes(&format!("{name} packed codes"), &[rows, k / 2], &a.codes, &b.codes)?;
+    }
     let values = |copy: &Copy| copy.unpacked.clone().unwrap_or_default();
     let of_values = if expected.unpacked.is_some() { vec![rows, k] } else { vec![0] };
     bf16_bits(&format!("{name} unpacked"), &of_values, &values(expected), &values(got))

@@ -59,9 +59,7 @@ fn splits_that_do_not_fit() {
             let cast = |amax, codes, scales| Cast::<DeviceMemory> {
                 amax,
                 rounding: Rounding::Nearest,
-                layout: ScaleLayout::Plain,
-                codes,
-                scales,
+                packed: Some(PackedOut { codes, scales, layout: ScaleLayout::Plain }),
                 unpacked: None,
             };
             cuda.group_quantize(GroupQuantize {
@@ -213,9 +211,11 @@ fn misaligned_addresses_are_refused() {
             let cast = Cast::<DeviceMemory> {
                 amax,
                 rounding: Rounding::Nearest,
-                layout: ScaleLayout::Plain,
-                codes: write(codes, rows * cols / 2),
-                scales: write(0, rows * cols / 16),
+                packed: Some(PackedOut {
+                    codes: write(codes, rows * cols / 2),
+                    scales: write(0, rows * cols / 16),
+                    layout: ScaleLayout::Plain,
+                }),
                 unpacked: Some(write_bf16(unpacked, rows * cols)),
             };
             cuda.group_quantize(GroupQuantize {

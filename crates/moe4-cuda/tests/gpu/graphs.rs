@@ -107,9 +107,11 @@ impl Buffers {
             rowwise: Some(Cast {
                 amax: amax.view(),
                 rounding: rounding[0],
-                layout: LAYOUT[0],
-                codes: row.codes.view_mut(),
-                scales: row.scales.view_mut(),
+                packed: Some(PackedOut {
+                    codes: row.codes.view_mut(),
+                    scales: row.scales.view_mut(),
+                    layout: LAYOUT[0],
+                }),
                 unpacked: None,
             }),
             columnwise: Some(ColumnwiseCast {
@@ -117,9 +119,11 @@ impl Buffers {
                 cast: Cast {
                     amax: amax_rht.view(),
                     rounding: rounding[1],
-                    layout: LAYOUT[1],
-                    codes: col.codes.view_mut(),
-                    scales: col.scales.view_mut(),
+                    packed: Some(PackedOut {
+                        codes: col.codes.view_mut(),
+                        scales: col.scales.view_mut(),
+                        layout: LAYOUT[1],
+                    }),
                     unpacked: Some(unpacked.view_mut()),
                 },
             }),
@@ -157,7 +161,8 @@ impl Buffers {
         let (groups, [cols, k]) =
             (Groups::from_i64(splits, self.rows)?, [self.cols, self.groups.padded_rows()]);
         let rounding = stochastic(31);
-        let form = |i: usize, unpacked| Form { rounding: rounding[i], layout: ScaleLayout::Plain, unpacked };
+        let layout = ScaleLayout::Plain;
+        let form = |i: usize, unpacked| Form { rounding: rounding[i], packed: true, layout, unpacked };
         let setting =
             Setting { mask: Some(MASK), rowwise: Some(form(0, false)), columnwise: Some(form(1, true)) };
         let made = Case::new(x, cols, &groups, setting).run(&Cpu::new())?;

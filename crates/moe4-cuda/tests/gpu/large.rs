@@ -78,9 +78,11 @@ impl DeviceCopy {
         contract::Cast {
             amax,
             rounding,
-            layout: ScaleLayout::Plain,
-            codes: self.codes.view_mut(),
-            scales: self.scales.view_mut(),
+            packed: Some(contract::PackedOut {
+                codes: self.codes.view_mut(),
+                scales: self.scales.view_mut(),
+                layout: ScaleLayout::Plain,
+            }),
             unpacked: Some(self.unpacked.view_mut()),
         }
     }

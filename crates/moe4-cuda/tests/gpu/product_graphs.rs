@@ -32,6 +32,11 @@ impl Copy {
         Ok(Self { codes: cuda.empty(elements / 2)?, scales: cuda.empty(elements / BLOCK)? })
     }
 
+    fn out(&mut self) -> PackedOut<'_, DeviceMemory> {
+        let layout = ScaleLayout::Plain;
+        PackedOut { codes: self.codes.view_mut(), scales: self.scales.view_mut(), layout }
+    }
+
     fn operand<'a>(&'a self, amax: &'a DeviceBuffer<f32>) -> Nvfp4<DeviceView<'a, u8>, DeviceView<'a, f32>> {
         Nvfp4 { codes: self.codes.view(), scales: self.scales.view(), amax: amax.view() }
     }
@@ -73,7 +78,6 @@ impl Quantized {
 
     fn quantize(&mut self, cuda: &Cuda, groups: &DeviceGroups, rounding: [Rounding; 2]) -> Result<(), Error> {
         let Self { cols, values, amax, amax_rht, row, col } = self;
-        let layout = ScaleLayout::Plain;
         cuda.group_quantize(GroupQuantize {
             x: values.view(),
             cols: *cols,
@@ -81,9 +85,7 @@ impl Quantized {
             rowwise: Some(Cast {
                 amax: amax.view(),
                 rounding: rounding[0],
-                layout,
-                codes: row.codes.view_mut(),
-                scales: row.scales.view_mut(),
+                packed: Some(row.out()),
                 unpacked: None,
             }),
             columnwise: Some(ColumnwiseCast {
@@ -91,9 +93,7 @@ impl Quantized {
                 cast: Cast {
                     amax: amax_rht.view(),
                     rounding: rounding[1],
-                    layout,
-                    codes: col.codes.view_mut(),
-                    scales: col.scales.view_mut(),
+                    packed: Some(col.out()),
                     unpacked: None,
                 },
             }),

@@ -38,13 +38,18 @@ fn ladder(cols: usize) -> (Vec<bf16>, Groups) {
     (x, Groups::new(&splits, rows).expect("all rows are some expert's"))
 }
 
-/// The default transform and none, to nearest and stochastically.
+/// The default transform and none, to nearest and stochastically, values beside codes and alone.
 fn few_settings() -> Vec<Setting> {
-    let forms = [[Rounding::Nearest; 2], stochastic(7)].map(|rounding| {
-        rounding.map(|rounding| Some(Form { rounding, layout: ScaleLayout::Plain, unpacked: true }))
-    });
+    let forms = |packed| {
+        [[Rounding::Nearest; 2], stochastic(7)].map(|rounding| {
+            let layout = ScaleLayout::Plain;
+            rounding.map(|rounding| Some(Form { rounding, packed, layout, unpacked: true }))
+        })
+    };
+    let forms = [forms(true), forms(false)].concat();
     let masks = [Some(SignMask::DEFAULT), None].into_iter();
-    masks.flat_map(|mask| forms.map(|[rowwise, columnwise]| Setting { mask, rowwise, columnwise })).collect()
+    let with = |mask| forms.iter().map(move |&[rowwise, columnwise]| Setting { mask, rowwise, columnwise });
+    masks.flat_map(with).collect()
 }
 
 #[test]

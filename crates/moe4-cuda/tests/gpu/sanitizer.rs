@@ -61,6 +61,7 @@ fn quantize(variant: &Variant, groups: &Groups) -> Outcome {
             } else {
                 Rounding::Nearest
             },
+            packed: chosen(variant, &format!("{prefix}_PACKED")),
             layout: layout(chosen(variant, &format!("{prefix}_SWIZZLED"))),
             unpacked: chosen(variant, &format!("{prefix}_UNPACKED")),
         })
@@ -76,7 +77,7 @@ fn quantize(variant: &Variant, groups: &Groups) -> Outcome {
 
 fn dequantize(variant: &Variant, groups: &Groups) -> Outcome {
     let layout = layout(chosen(variant, "SWIZZLED"));
-    let form = Some(Form { rounding: Rounding::Nearest, layout, unpacked: false });
+    let form = Some(Form { rounding: Rounding::Nearest, packed: true, layout, unpacked: false });
     let columnwise = chosen(variant, "COLUMNWISE");
     let (rowwise, columnwise) = if columnwise { (None, form) } else { (form, None) };
     let setting = Setting { mask: Some(SignMask::DEFAULT), rowwise, columnwise };

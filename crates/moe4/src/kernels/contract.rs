@@ -56,21 +56,27 @@ pub struct GroupQuantize<'a, M: Memory> {
     pub columnwise: Option<ColumnwiseCast<'a, M>>,
 }
 
-/// One quantized copy to be written.
+/// One quantized copy to be written, in one form or in both.
 pub struct Cast<'a, M: Memory> {
     /// `[E]`, from a pass or an epilogue.
     pub amax: View<'a, M, f32>,
     /// Rounding of the elements.
     pub rounding: Rounding,
-    /// How `scales` lie in memory.
-    pub layout: ScaleLayout,
+    /// Out: codes and scales.
+    pub packed: Option<PackedOut<'a, M>>,
+    /// Out, `[rows, k]`: `code · f32(block scale)`, see [`unpacked`](crate::numerics::scale::unpacked); the global
+    /// scale is left out. Zero where no expert has a token.
+    pub unpacked: Option<ViewMut<'a, M, bf16>>,
+}
+
+/// Where the packed form of a copy goes.
+pub struct PackedOut<'a, M: Memory> {
     /// Out, `[rows, k/2]`: packed E2M1.
     pub codes: ViewMut<'a, M, u8>,
     /// Out: E4M3, `[rows, k/16]` in `layout`, padding zero.
     pub scales: ViewMut<'a, M, u8>,
-    /// Out, `[rows, k]`: `code · f32(block scale)`, see [`unpacked`](crate::numerics::scale::unpacked); the global
-    /// scale is left out. Zero where no expert has a token.
-    pub unpacked: Option<ViewMut<'a, M, bf16>>,
+    /// How `scales` lie in memory.
+    pub layout: ScaleLayout,
 }
 
 /// A columnwise copy to be written.
@@ -578,8 +584,17 @@ impl<M: Memory> Cast<'_, M> {
     fn check(&self, rows: usize, k: usize, experts: usize) -> Checked {
         let kernel = "group_quantize";
         expect_len(kernel, "amax", &[experts], M::len(&self.amax))?;
-        expect_len(kernel, "codes", &[rows, k / 2], M::len_mut(&self.codes))?;
-        check_scales(kernel, self.layout, rows, k, M::len_mut(&self.scales))?;
+        if let Some(PackedOut { codes, scales, layout }) = &self.packed {
+            expect_len(kernel, "codes", &[rows, k / 2], M::len_mut(codes))?;
+            check_scales(kernel, *layout, rows, k, M::len_mut(scales))?;
+        } else if self.unpacked.is_none() {
+            return Err(Misuse::Conflict {
+                what: kernel,
+                conflict: "expected codes and scales, BF16 values, or both as outputs of a copy, got neither"
+                    .into(),
+                fix: "pass one of them, or leave the copy out",
+            });
+        }
         check_unpacked::<M>(kernel, &[rows, k], &self.unpacked)
     }
 }

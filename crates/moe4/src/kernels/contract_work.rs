@@ -56,7 +56,7 @@ impl<M: Memory> GroupHadamardAmax<'_, M> {
 
 impl<M: Memory> Cast<'_, M> {
     fn form(&self) -> CopyForm {
-        CopyForm { layout: self.layout, unpacked: self.unpacked.is_some() }
+        CopyForm { packed: self.packed.as_ref().map(|out| out.layout), unpacked: self.unpacked.is_some() }
     }
 }
 

@@ -75,17 +75,21 @@ pub fn amax(r: Rows, cols: usize, outputs: usize) -> Work {
 }
 
 /// The form in which `group_quantize` writes a copy.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyForm {
-    /// Of the block scales.
-    pub layout: ScaleLayout,
-    /// BF16 values as well.
+    /// Codes and block scales, in this layout.
+    pub packed: Option<ScaleLayout>,
+    /// BF16 values.
     pub unpacked: bool,
 }
 
 impl CopyForm {
+    /// Codes and scales in their plain layout.
+    pub const PACKED: Self = Self { packed: Some(ScaleLayout::Plain), unpacked: false };
+
     fn bytes(self, rows: usize, k: usize) -> usize {
-        rows * (k / 2) + self.layout.bytes(rows, k / BLOCK) + self.unpacked as usize * rows * k * BF16
+        let packed = self.packed.map_or(0, |layout| rows * (k / 2) + layout.bytes(rows, k / BLOCK));
+        packed + self.unpacked as usize * rows * k * BF16
     }
 }
 
@@ -105,7 +109,7 @@ pub fn quantize_weights(experts: usize, WeightShape { n, k }: WeightShape, unpac
 
 /// `dequantize` of a copy `[rows, k]`.
 pub fn dequantize(rows: usize, k: usize, layout: ScaleLayout, experts: usize) -> Work {
-    let form = CopyForm { layout, unpacked: false };
+    let form = CopyForm { packed: Some(layout), unpacked: false };
     work(form.bytes(rows, k) + experts * F32, rows * k * F32)
 }
 
@@ -191,12 +195,14 @@ mod tests {
     fn forms_of_a_copy_count_what_they_store() {
         // [20, 48] and [48, 32]: 3 and 2 scales a row, in tiles of 128 x 4.
         let rows = Rows { rows: 20, padded: 32, experts: 2 };
-        let form = |layout, unpacked| Some(CopyForm { layout, unpacked });
+        let form = |layout, unpacked| Some(CopyForm { packed: Some(layout), unpacked });
         let written = |row, column| quantize(rows, 48, row, column).written;
         let (plain, swizzled) = (ScaleLayout::Plain, ScaleLayout::Swizzled128x4);
         assert_eq!(written(form(plain, false), None), 20 * (24 + 3));
         assert_eq!(written(form(swizzled, false), None), 20 * 24 + 512);
         assert_eq!(written(None, form(swizzled, true)), 48 * 16 + 512 + 48 * 32 * 2);
+        let values = Some(CopyForm { packed: None, unpacked: true });
+        assert_eq!(written(values, values), 20 * 48 * 2 + 48 * 32 * 2);
         let shape = WeightShape { n: 16, k: 32 };
         assert_eq!(quantize_weights(3, shape, true).written, 3 * (16 * (16 + 2) + 16 * 32 * 2 + 4));
         let back = dequantize(20, 48, swizzled, 2);

@@ -22,8 +22,8 @@ impl Plan {
     /// The work of one planned pass over `rows`. Weight gradients are taken as overwritten FP32 buffers.
     ///
     /// Operands are taken as packed. A plan is made without a backend; on one that asks for
-    /// [unpacked operands](crate::kernels::Capabilities::unpacked_operands) quantization writes 2 B an element more, and
-    /// products read 2 B an element, except for what was saved. A [`Ledger`](crate::kernels::Ledger) counts what moved.
+    /// [unpacked operands](crate::kernels::Capabilities::unpacked_operands) quantization writes, and
+    /// products read, 2 B an element instead, except for what was saved. A [`Ledger`](crate::kernels::Ledger) counts what moved.
     pub fn work(&self, pass: &PlannedPass, rows: Rows) -> Work {
         let c = &self.config;
         let (hidden, ffn, n1) = (c.hidden, c.ffn, c.fc1_rows());
@@ -44,7 +44,7 @@ impl Plan {
             PassName::GroupAmax => work::amax(rows, cols, 1),
             PassName::GroupHadamardAmax => work::amax(rows, cols, 2),
             PassName::GroupQuantize { rowwise, columnwise } => {
-                let plain = |made: bool| made.then(CopyForm::default);
+                let plain = |made: bool| made.then_some(CopyForm::PACKED);
                 work::quantize(rows, cols, plain(rowwise), plain(columnwise))
             }
             PassName::GroupedGemmAct { amax } => {

@@ -4,7 +4,7 @@ use super::plan::{AmaxSource, CopyPlan, OperandPlan, Phase};
 use super::saved::{OwnedOperand, Packed};
 use super::trace::Trace;
 use crate::kernels::contract::{
-    AmaxOut, Cast, ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize, RhtAmax,
+    AmaxOut, Cast, ColumnwiseCast, GroupAmax, GroupHadamardAmax, GroupQuantize, PackedOut, RhtAmax,
 };
 use crate::kernels::{Backend, Buffer, Error, Extent, Memory, View};
 use crate::numerics::BLOCK;
@@ -93,8 +93,9 @@ pub(super) struct Copies<M: Memory> {
 
 /// Quantizes `x` in the directions that `plan` makes in `phase`.
 ///
-/// On a backend that asks for unpacked operands, a copy that a product of this phase reads is left as its BF16 values;
-/// a columnwise copy of the forward waits for the backward and stays packed, so that what is saved does not grow.
+/// On a backend that asks for unpacked operands, a copy that a product of this phase reads is made as its BF16 values
+/// alone, unless a trace wants its codes; a columnwise copy of the forward waits for the backward and is packed, so that
+/// what is saved does not grow.
 pub(super) fn quantize<B: Backend>(
     backend: &B,
     plan: &OperandPlan,
@@ -109,14 +110,15 @@ pub(super) fn quantize<B: Backend>(
     let rowwise_shape = OperandShape { rows: x.groups.rows(), k: x.cols };
     let columnwise_shape = OperandShape { rows: x.cols, k: x.groups.padded_rows() };
     let unpack = backend.capabilities().unpacked_operands;
+    let traced = trace.is_some();
     let allocate = |shape: OperandShape, amax: &Buffer<B::Memory, f32>, unpack: bool| -> Result<_, Error> {
-        let packed = Nvfp4 {
-            codes: backend.empty(shape.code_bytes())?,
-            scales: backend.empty(shape.scale_bytes())?,
+        let pack =
+            || Ok::<_, Error>([backend.empty(shape.code_bytes())?, backend.empty(shape.scale_bytes())?]);
+        Ok(Written {
             amax: backend.duplicate(B::Memory::view(amax))?,
-        };
-        let unpacked = unpack.then(|| backend.empty::<bf16>(shape.rows * shape.k)).transpose()?;
-        Ok(Written { packed: Packed(packed), unpacked })
+            packed: (!unpack || traced).then(pack).transpose()?,
+            unpacked: unpack.then(|| backend.empty::<bf16>(shape.rows * shape.k)).transpose()?,
+        })
     };
     let mut rowwise = rowwise_plan.map(|_| allocate(rowwise_shape, &amaxes.rowwise, unpack)).transpose()?;
     let unpack = unpack && phase == Phase::Backward;
@@ -147,28 +149,30 @@ pub(super) fn quantize<B: Backend>(
 
 /// A copy as `group_quantize` writes it.
 struct Written<M: Memory> {
-    packed: Packed<M>,
+    amax: Buffer<M, f32>,
+    /// Codes and scales.
+    packed: Option<[Buffer<M, u8>; 2]>,
     unpacked: Option<Buffer<M, bf16>>,
 }
 
 impl<M: Memory> Written<M> {
     fn cast(&mut self, rounding: Rounding) -> Cast<'_, M> {
-        let Nvfp4 { codes, scales, amax } = &mut self.packed.0;
-        Cast {
-            amax: M::view(amax),
-            rounding,
-            layout: ScaleLayout::Plain,
+        let packed = self.packed.as_mut().map(|[codes, scales]| PackedOut {
             codes: M::view_mut(codes),
             scales: M::view_mut(scales),
-            unpacked: self.unpacked.as_mut().map(M::view_mut),
-        }
+            layout: ScaleLayout::Plain,
+        });
+        let unpacked = self.unpacked.as_mut().map(M::view_mut);
+        Cast { amax: M::view(&self.amax), rounding, packed, unpacked }
     }
 
-    /// One form is enough: codes and scales go where there are values.
+    /// One form is enough: where there are values, they are what a product reads.
     fn into_operand(self) -> OwnedOperand<M> {
-        match self.unpacked {
-            Some(values) => OwnedOperand::Unpacked { values, amax: self.packed.0.amax },
-            None => OwnedOperand::Nvfp4(self.packed),
+        let Written { amax, packed, unpacked } = self;
+        match (unpacked, packed) {
+            (Some(values), _) => OwnedOperand::Unpacked { values, amax },
+            (None, Some([codes, scales])) => OwnedOperand::Nvfp4(Packed(Nvfp4 { codes, scales, amax })),
+            (None, None) => unreachable!("a copy has a form"),
         }
     }
 }
@@ -181,10 +185,10 @@ fn trace_copy<B: Backend>(
     OperandShape { rows, k }: OperandShape,
     copy: &Option<Written<B::Memory>>,
 ) -> Result<(), Error> {
-    let Some(q) = copy else { return Ok(()) };
-    let q = q.packed.view();
-    let experts = B::Memory::len(&q.amax);
-    trace.add(backend, format!("{name}_fp4{suffix}"), &[rows, k / 2], q.codes)?;
-    trace.add(backend, format!("{name}_scale{suffix}"), &[rows, k / BLOCK], q.scales)?;
-    trace.add(backend, format!("{name}_amax{suffix}"), &[experts], q.amax)
+    let Some(Written { amax, packed: Some([codes, scales]), .. }) = copy else { return Ok(()) };
+    let amax = B::Memory::view(amax);
+    let experts = B::Memory::len(&amax);
+    trace.add(backend, format!("{name}_fp4{suffix}"), &[rows, k / 2], B::Memory::view(codes))?;
+    trace.add(backend, format!("{name}_scale{suffix}"), &[rows, k / BLOCK], B::Memory::view(scales))?;
+    trace.add(backend, format!("{name}_amax{suffix}"), &[experts], amax)
 }

@@ -7,7 +7,9 @@ use super::parallel::{carve, carve_optional, carve_rows};
 #[cfg(target_arch = "x86_64")]
 use super::quantize_avx512;
 use super::tile::{self, Lanes};
-use crate::kernels::contract::{Cast, Dequantize, Direction, GroupQuantize, QuantizeWeights, WeightShape};
+use crate::kernels::contract::{
+    Cast, Dequantize, Direction, GroupQuantize, PackedOut, QuantizeWeights, WeightShape,
+};
 use crate::kernels::memory::Host;
 use crate::numerics::hadamard::SignMask;
 use crate::numerics::rounding::{RandomStream, Rounding, columnwise_position, rowwise_position};
@@ -42,15 +44,21 @@ struct PlainCast<'a> {
 }
 
 /// Lets `make` write plain `[rows, k/16]` scales and moves them to their places. Nothing on a CPU reads the swizzled
-/// form, so it takes a second buffer rather than a place in the loops. Then come the values, if wanted.
+/// form, so it takes a second buffer rather than a place in the loops; so do codes and scales of which only the values are
+/// wanted, which come last.
 fn in_layout(cast: Option<Cast<'_, Host>>, rows: usize, k: usize, make: impl FnOnce(Option<PlainCast<'_>>)) {
-    let Some(Cast { amax, rounding, layout, codes, scales, unpacked }) = cast else { return make(None) };
-    match layout {
-        ScaleLayout::Plain => {
+    let Some(Cast { amax, rounding, packed, unpacked }) = cast else { return make(None) };
+    match packed {
+        None => {
+            let (mut codes, mut scales) = (vec![0; rows * (k / 2)], vec![0; rows * (k / BLOCK)]);
+            make(Some(PlainCast { amax, rounding, codes: &mut codes, scales: &mut scales }));
+            unpack(k, &codes, &scales, unpacked);
+        }
+        Some(PackedOut { codes, scales, layout: ScaleLayout::Plain }) => {
             make(Some(PlainCast { amax, rounding, codes, scales }));
             unpack(k, codes, scales, unpacked);
         }
-        ScaleLayout::Swizzled128x4 => {
+        Some(PackedOut { codes, scales, layout: ScaleLayout::Swizzled128x4 }) => {
             let mut plain = vec![0; rows * (k / BLOCK)];
             make(Some(PlainCast { amax, rounding, codes, scales: &mut plain }));
             unpack(k, codes, &plain, unpacked);
@@ -399,9 +407,11 @@ mod tests {
             out.iter_mut().zip([rounding(1), rounding(2)]).map(|((codes, scales), rounding)| Cast {
                 amax: &amax[..],
                 rounding,
-                layout: ScaleLayout::Plain,
-                codes: &mut codes[..],
-                scales: &mut scales[..],
+                packed: Some(PackedOut {
+                    codes: &mut codes[..],
+                    scales: &mut scales[..],
+                    layout: ScaleLayout::Plain,
+                }),
                 unpacked: None,
             });
         let rowwise = casts.next();

@@ -1,6 +1,8 @@
 //! Amax and quantization, block by block.
 
-use crate::kernels::contract::{Cast, Dequantize, Direction, GroupQuantize, QuantizeWeights, WeightShape};
+use crate::kernels::contract::{
+    Cast, Dequantize, Direction, GroupQuantize, PackedOut, QuantizeWeights, WeightShape,
+};
 use crate::kernels::memory::Host;
 use crate::numerics::hadamard::{SignMask, rht};
 use crate::numerics::rounding::{Rounding, columnwise_position, rowwise_position};
@@ -68,17 +70,17 @@ fn quantize_block(
 /// A copy `[rows, k]` under construction.
 struct Copy<'a> {
     k: usize,
-    layout: ScaleLayout,
-    codes: &'a mut [u8],
-    scales: &'a mut [u8],
+    packed: Option<PackedOut<'a, Host>>,
     unpacked: Option<&'a mut [bf16]>,
 }
 
 impl Copy<'_> {
     /// Zero everywhere, padding of scales included.
     fn clear(&mut self) {
-        self.codes.fill(0);
-        self.scales.fill(0);
+        if let Some(PackedOut { codes, scales, .. }) = &mut self.packed {
+            codes.fill(0);
+            scales.fill(0);
+        }
         if let Some(values) = &mut self.unpacked {
             values.fill(bf16::ZERO);
         }
@@ -87,9 +89,11 @@ impl Copy<'_> {
     /// Writes block `block` of a row of `k/16` blocks.
     fn store(&mut self, row: usize, block: usize, (q, s): ([u8; BLOCK], u8)) {
         let k = self.k;
-        self.scales[self.layout.offset(row, block, k / BLOCK)] = s;
-        for i in 0..BLOCK / 2 {
-            self.codes[row * (k / 2) + block * (BLOCK / 2) + i] = e2m1::pack(q[2 * i], q[2 * i + 1]);
+        if let Some(PackedOut { codes, scales, layout }) = &mut self.packed {
+            scales[layout.offset(row, block, k / BLOCK)] = s;
+            for i in 0..BLOCK / 2 {
+                codes[row * (k / 2) + block * (BLOCK / 2) + i] = e2m1::pack(q[2 * i], q[2 * i + 1]);
+            }
         }
         if let Some(values) = &mut self.unpacked {
             for i in 0..BLOCK {
@@ -101,8 +105,8 @@ impl Copy<'_> {
 
 pub(super) fn group_quantize(pass: GroupQuantize<'_, Host>) {
     let GroupQuantize { x, cols, groups, rowwise, columnwise } = pass;
-    if let Some(Cast { amax, rounding, layout, codes, scales, unpacked }) = rowwise {
-        let mut out = Copy { k: cols, layout, codes, scales, unpacked };
+    if let Some(Cast { amax, rounding, packed, unpacked }) = rowwise {
+        let mut out = Copy { k: cols, packed, unpacked };
         out.clear();
         let blocks = cols / BLOCK;
         for (e, &amax) in amax.iter().enumerate() {
@@ -117,8 +121,8 @@ pub(super) fn group_quantize(pass: GroupQuantize<'_, Host>) {
         }
     }
     if let Some(columnwise) = columnwise {
-        let Cast { amax, rounding, layout, codes, scales, unpacked } = columnwise.cast;
-        let mut out = Copy { k: groups.padded_rows(), layout, codes, scales, unpacked };
+        let Cast { amax, rounding, packed, unpacked } = columnwise.cast;
+        let mut out = Copy { k: groups.padded_rows(), packed, unpacked };
         out.clear();
         for (e, &amax) in amax.iter().enumerate() {
             let global = GlobalScale::from_amax(amax);
@@ -137,7 +141,8 @@ pub(super) fn group_quantize(pass: GroupQuantize<'_, Host>) {
 
 pub(super) fn quantize_weights(pass: QuantizeWeights<'_, Host>) {
     let QuantizeWeights { w, shape: WeightShape { n, k }, codes, scales, unpacked, amax } = pass;
-    let mut out = Copy { k, layout: ScaleLayout::Plain, codes, scales, unpacked };
+    let packed = Some(PackedOut { codes, scales, layout: ScaleLayout::Plain });
+    let mut out = Copy { k, packed, unpacked };
     for (e, w) in w.into_iter().enumerate() {
         amax[e] = finite_amax(w.iter().map(|&v| bf::to_f32(v)));
         let global = GlobalScale::from_amax(amax[e]);
