@@ -3,7 +3,7 @@
 
 use half::bf16;
 use moe4::kernels::contract::{
-    Cast, ColumnwiseCast, Dequantize, Direction, GroupAmax, GroupHadamardAmax, GroupQuantize,
+    Cast, ColumnwiseCast, Dequantize, Direction, GroupAmax, GroupHadamardAmax, GroupQuantize, PackedOut,
     QuantizeWeights, WeightShape,
 };
 use moe4::kernels::{Backend, Buffer, Error, Extent, Memory, View};
@@ -206,9 +206,7 @@ fn cast<M: Memory>(q: &mut Packed<M>, rounding: Rounding, layout: ScaleLayout) -
     Cast {
         amax: M::view(amax),
         rounding,
-        layout,
-        codes: M::view_mut(codes),
-        scales: M::view_mut(scales),
+        packed: Some(PackedOut { codes: M::view_mut(codes), scales: M::view_mut(scales), layout }),
         unpacked: None,
     }
 }

@@ -41,6 +41,7 @@ fn packed_weights_meet_unpacked_copies() {
             weights_per_expert: false,
             accumulate_onto: None,
             delayed: false,
+            traced: true,
         };
         let expected = step.run(&cpu).unwrap();
 
