@@ -66,9 +66,9 @@ DEVICE RowValues bias_weights(const PlainOut& out, const FragmentRows& rows) {
     return out.prob ? load_row_values(out.prob, rows) : RowValues{{1.0f, 1.0f}};
 }
 
-// Fragment `fragment` of the warp's accumulators, whose first column is `col`.
-template <u32 N8, u32 ALL>
-DEVICE void epilogue_plain(const float (&acc)[ALL][4], u32 fragment, const FragmentRows& rows, u32 expert, u32 col, float alpha,
+// The fragment's first column is `col`.
+template <u32 N8>
+DEVICE void epilogue_plain(const float (&acc)[N8][4], const FragmentRows& rows, u32 expert, u32 col, float alpha,
                            const RowValues& weight, const PlainOut& out, Slabs slabs) {
     static_assert(N8 % 4 == 0, "whole groups of 32 columns");
     const float* const bias = out.bias ? out.bias + (u64)expert * out.cols : nullptr;
@@ -77,7 +77,7 @@ DEVICE void epilogue_plain(const float (&acc)[ALL][4], u32 fragment, const Fragm
         const u32 first = col + GROUP_COLS * group;
         if (first >= out.cols) break;
         float v[4][4];
-        take_group(v, acc, fragment * (N8 / 4) + group);
+        take_group<N8>(v, acc, group);
         Words w;
         round_group(w, v, first, out.cols, alpha, bias, weight);
         // Two slabs take turns: whoever writes one has met those who read it at the barrier of the other.
@@ -101,42 +101,37 @@ DEVICE void store_zeros(u16* to, u64 cols, u64 row, u32 rows, u32 col, u32 end) 
 
 // A fragment of an expert's weight gradient [., cols] at `dw`, FP32. Two lanes that are neighbours exchange halves of
 // two blocks of 8 columns, so that each has 16 bytes of a row.
-template <u32 N8, bool ACCUMULATED, u32 ALL>
-DEVICE void epilogue_gradient(const float (&acc)[ALL][4], u32 fragment, const FragmentRows& rows, u32 col, u32 cols, float alpha,
+template <u32 N8, bool ACCUMULATED>
+DEVICE void epilogue_gradient(const float (&acc)[N8][4], const FragmentRows& rows, u32 col, u32 cols, float alpha,
                               float* dw, Slabs) {
-    static_assert(N8 % 4 == 0, "whole groups of 32 columns");
+    static_assert(N8 % 2 == 0, "blocks of 8 columns by twos");
     const bool odd = lane_of_quad() & 1;
-#pragma unroll 1
-    for (u32 group = 0; group < N8 / 4; group++) {
-        float of_group[4][4];
-        take_group(of_group, acc, fragment * (N8 / 4) + group);
 #pragma unroll
-        for (u32 j = 0; j < 4; j += 2) {
-            const u32 at = col + GROUP_COLS * group + 8 * (j + odd) + 4 * (lane_of_quad() / 2);
+    for (u32 j = 0; j < N8; j += 2) {
+        const u32 at = col + 8 * (j + odd) + 4 * (lane_of_quad() / 2);
 #pragma unroll
-            for (u32 half = 0; half < 2; half++) {
-                float v[4];
+        for (u32 half = 0; half < 2; half++) {
+            float v[4];
 #pragma unroll
-                for (u32 i = 0; i < 2; i++) {
-                    const float first = __fmul_rn(alpha, of_group[j][2 * half + i]);
-                    const float second = __fmul_rn(alpha, of_group[j + 1][2 * half + i]);
-                    const float got = __shfl_xor_sync(~0u, odd ? first : second, 1);
-                    v[i] = odd ? got : first;
-                    v[i + 2] = odd ? second : got;
-                }
-                if (!rows.has(half) || at >= cols) continue;
-                float4* const to = reinterpret_cast<float4*>(dw + rows.row(half) * cols + at);
-                const float4 before = ACCUMULATED ? *to : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                *to = make_float4(__fadd_rn(before.x, v[0]), __fadd_rn(before.y, v[1]), __fadd_rn(before.z, v[2]),
-                                  __fadd_rn(before.w, v[3]));
+            for (u32 i = 0; i < 2; i++) {
+                const float first = __fmul_rn(alpha, acc[j][2 * half + i]);
+                const float second = __fmul_rn(alpha, acc[j + 1][2 * half + i]);
+                const float got = __shfl_xor_sync(~0u, odd ? first : second, 1);
+                v[i] = odd ? got : first;
+                v[i + 2] = odd ? second : got;
             }
+            if (!rows.has(half) || at >= cols) continue;
+            float4* const to = reinterpret_cast<float4*>(dw + rows.row(half) * cols + at);
+            const float4 before = ACCUMULATED ? *to : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            *to = make_float4(__fadd_rn(before.x, v[0]), __fadd_rn(before.y, v[1]), __fadd_rn(before.z, v[2]),
+                              __fadd_rn(before.w, v[3]));
         }
     }
 }
 
 // The same in BF16: one rounding an update.
-template <u32 N8, bool ACCUMULATED, u32 ALL>
-DEVICE void epilogue_gradient(const float (&acc)[ALL][4], u32 fragment, const FragmentRows& rows, u32 col, u32 cols, float alpha,
+template <u32 N8, bool ACCUMULATED>
+DEVICE void epilogue_gradient(const float (&acc)[N8][4], const FragmentRows& rows, u32 col, u32 cols, float alpha,
                               u16* dw, Slabs slabs) {
     static_assert(N8 % 4 == 0, "whole groups of 32 columns");
 #pragma unroll 1
@@ -144,7 +139,7 @@ DEVICE void epilogue_gradient(const float (&acc)[ALL][4], u32 fragment, const Fr
         const u32 first = col + GROUP_COLS * group;
         if (first >= cols) break;
         float of_group[4][4];
-        take_group(of_group, acc, fragment * (N8 / 4) + group);
+        take_group<N8>(of_group, acc, group);
         const Slab slab = slabs[group % 2];
         if constexpr (ACCUMULATED) {
             slab.put(load_pieces(dw, cols, rows, first, cols));

@@ -49,8 +49,8 @@ DEVICE void put_activated(Slab h, FragmentAmax& found, const Words& first, const
 }
 
 // The fragment's first feature is `feature`, a multiple of 32.
-template <u32 N8, u32 ALL>
-DEVICE void epilogue_act(const float (&acc)[ALL][4], u32 fragment, const FragmentRows& rows, u32 expert, u32 feature, float alpha,
+template <u32 N8>
+DEVICE void epilogue_act(const float (&acc)[N8][4], const FragmentRows& rows, u32 expert, u32 feature, float alpha,
                          const RowValues& prob, const ActOut& out, Slabs slabs) {
     constexpr u32 GROUPS = N8 / 4, FEATURE_GROUPS = GATED ? GROUPS / 2 : GROUPS;
     static_assert(N8 % (GATED ? 8 : 4) == 0, "whole groups of 32 features");
@@ -64,11 +64,11 @@ DEVICE void epilogue_act(const float (&acc)[ALL][4], u32 fragment, const Fragmen
         const Columns first = first_columns(here, out.ffn), second = second_columns(here, out.ffn);
         float v[4][4];
         Words gate, up;
-        take_group(v, acc, fragment * GROUPS + first_group(p));
+        take_group<N8>(v, acc, first_group(p));
         round_group(gate, v, first.first, first.end, alpha, bias, one);
         slabs[0].put(gate);
         if constexpr (GATED) {
-            take_group(v, acc, fragment * GROUPS + second_group(p, GROUPS));
+            take_group<N8>(v, acc, second_group(p, GROUPS));
             round_group(up, v, second.first, second.end, alpha, bias, one);
             slabs[1].put(up);
         }

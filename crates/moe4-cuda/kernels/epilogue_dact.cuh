@@ -57,8 +57,8 @@ DEVICE void store_dh(const float (&acc)[4][4], const FragmentRows& rows, u32 fea
 
 // The fragment's first feature is `feature`, a multiple of 32, and it is number `slice` of its row. `next` is c of its
 // first 32 features; further ones are loaded ahead.
-template <u32 N8, u32 ALL>
-DEVICE void epilogue_dact(const float (&acc)[ALL][4], u32 fragment, const FragmentRows& rows, u32 expert, u32 feature, u32 slice,
+template <u32 N8>
+DEVICE void epilogue_dact(const float (&acc)[N8][4], const FragmentRows& rows, u32 expert, u32 feature, u32 slice,
                           float alpha, const RowValues& prob, FeaturePieces next, const DactOut& out, Slabs slabs) {
     static_assert(N8 % 4 == 0, "whole groups of 32 features");
     FragmentAmax found;
@@ -68,7 +68,7 @@ DEVICE void epilogue_dact(const float (&acc)[ALL][4], u32 fragment, const Fragme
         const u32 here = feature + GROUP_COLS * group;
         if (here >= out.ffn) break;
         float dh[4][4];
-        take_group(dh, acc, fragment * (N8 / 4) + group);
+        take_group<N8>(dh, acc, group);
         put_features(slabs, next);
         if (group + 1 < N8 / 4) next = load_features(out.c, rows, here + GROUP_COLS, out.ffn);
         __syncwarp();

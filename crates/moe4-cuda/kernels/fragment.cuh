@@ -1,6 +1,6 @@
 // A warp's share of a tile of accumulators, as mma.m16n8 and wgmma leave it, and how it meets rows in memory.
 //
-//   float acc[..][4]    fragments of 16 rows x 8 * N8 columns, N8 rows of the array each; with g = lane / 4, t = lane % 4:
+//   float acc[N8][4]    16 rows x 8 * N8 columns; with g = lane / 4 and t = lane % 4:
 //                       acc[j] = (g, 8j + 2t), (g, 8j + 2t + 1), (g + 8, 8j + 2t), (g + 8, 8j + 2t + 1)
 //   Slab                16 rows x 32 columns of BF16 in shared memory that belongs to the warp alone
 //
@@ -23,15 +23,15 @@ DEVICE u32 lane_of_quad() { return lane() % 4; }  // t
 // Group `group` of 32 columns. Epilogues that do much with an element take a group at a time in a loop that is not
 // unrolled: written out for all columns of a tile they outgrow the instruction cache. Registers have no index, hence
 // the steps.
-template <u32 HERE = 0, u32 ALL>
-DEVICE void take_group(float (&v)[4][4], const float (&acc)[ALL][4], u32 group) {
-    if (HERE + 1 == ALL / 4 || group == HERE) {
+template <u32 N8, u32 HERE = 0>
+DEVICE void take_group(float (&v)[4][4], const float (&acc)[N8][4], u32 group) {
+    if (HERE + 1 == N8 / 4 || group == HERE) {
 #pragma unroll
         for (u32 k = 0; k < 4; k++)
 #pragma unroll
             for (u32 i = 0; i < 4; i++) v[k][i] = acc[4 * HERE + k][i];
-    } else if constexpr (HERE + 1 < ALL / 4) {
-        take_group<HERE + 1>(v, acc, group);
+    } else if constexpr (HERE + 1 < N8 / 4) {
+        take_group<N8, HERE + 1>(v, acc, group);
     }
 }
 

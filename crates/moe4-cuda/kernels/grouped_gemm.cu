@@ -24,10 +24,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
              contraction);
     const float alpha = product_alpha(scales, tile.expert);
     const Slabs slabs = slabs_of_warp(shared_stages());
-#pragma unroll 1
+#pragma unroll
     for (u32 m = 0; m < FRAGMENTS; m++) {
         const FragmentRows rows = fragment_rows(tile.row, tile.rows, warp_row() + m * FRAGMENT_ROWS);
-        epilogue_plain<N8>(acc, m, rows, tile.expert, col + warp_slice() * WARP_COLS, alpha, bias_weights(out, rows),
+        epilogue_plain<N8>(acc[m], rows, tile.expert, col + warp_slice() * WARP_COLS, alpha, bias_weights(out, rows),
                            out, slabs);
     }
 }

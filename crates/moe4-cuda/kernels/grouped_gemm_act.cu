@@ -30,10 +30,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
              hidden);
     const float alpha = product_alpha(scales, tile.expert);
     const Slabs slabs = slabs_of_warp(shared_stages());
-#pragma unroll 1
+#pragma unroll
     for (u32 m = 0; m < FRAGMENTS; m++) {
         const FragmentRows rows = fragment_rows(tile.row, tile.rows, warp_row() + m * FRAGMENT_ROWS);
-        epilogue_act<N8>(acc, m, rows, tile.expert, feature + warp_slice() * WARP_FEATURES, alpha,
+        epilogue_act<N8>(acc[m], rows, tile.expert, feature + warp_slice() * WARP_FEATURES, alpha,
                          load_row_values(out.prob, rows), out, slabs);
     }
 }

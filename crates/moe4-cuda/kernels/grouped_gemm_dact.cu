@@ -24,10 +24,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const float alpha = product_alpha(scales, tile.expert);
     const Slabs slabs = slabs_of_warp(shared_stages());
     const u32 first = feature + warp_slice() * WARP_COLS, slice = blockIdx.x * 2 + warp_slice();
-#pragma unroll 1
+#pragma unroll
     for (u32 m = 0; m < FRAGMENTS; m++) {
         const FragmentRows rows = fragment_rows(tile.row, tile.rows, warp_row() + m * FRAGMENT_ROWS);
-        epilogue_dact<N8>(acc, m, rows, tile.expert, first, slice, alpha, load_row_values(out.prob, rows),
+        epilogue_dact<N8>(acc[m], rows, tile.expert, first, slice, alpha, load_row_values(out.prob, rows),
                           load_features(out.c, rows, first, out.ffn), out, slabs);
     }
 }

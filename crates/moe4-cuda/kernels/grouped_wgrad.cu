@@ -40,9 +40,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const float alpha = product_alpha(scales, expert);
     Gradient* const dw = out.table ? out.table[expert] : out.base + expert * out.stride;
     const Slabs slabs = slabs_of_warp(shared_stages());
-#pragma unroll 1
+#pragma unroll
     for (u32 m = 0; m < FRAGMENTS; m++)
-        epilogue_gradient<N8, ACCUMULATE>(acc, m,
+        epilogue_gradient<N8, ACCUMULATE>(acc[m],
                                           fragment_rows(row, min(n - row, TILE_ROWS), warp_row() + m * FRAGMENT_ROWS),
                                           col + warp_slice() * WARP_COLS, k, alpha, dw, slabs);
 }

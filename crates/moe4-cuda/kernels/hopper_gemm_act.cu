@@ -8,7 +8,7 @@ constexpr u32 FEATURES = GATED ? TILE_N / 2 : TILE_N;
 
 struct Prepared {
     ExpertScales scales;
-    RowValues prob[FRAGMENTS];
+    RowValues prob;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -17,16 +17,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     const Scales scales, const __grid_constant__ ActOut out) {
     multiply_rows<false, GATED && LAYOUT == HALVES>(
         &x, &w1, groups, product,
-        [&](const Tile& tile, Place) {
-            return Prepared{load_scales(scales, tile.expert),
-                            {load_row_values(out.prob, rows_of(tile, 0)), load_row_values(out.prob, rows_of(tile, 1))}};
+        [&](const FragmentRows& rows, u32 expert, Place) {
+            return Prepared{load_scales(scales, expert), load_row_values(out.prob, rows)};
         },
-        [&](const Accumulators& acc, const Prepared& p, const Tile& tile, Place place, Slabs slabs) {
-            const float alpha = p.scales.alpha();
-#pragma unroll 1
-            for (u32 m = 0; m < FRAGMENTS; m++)
-                epilogue_act<N8>(acc, m, rows_of(tile, m), tile.expert, place.column * FEATURES, alpha,
-                                 m ? p.prob[1] : p.prob[0], out, slabs);
+        [&](const float (&acc)[N8][4], const Prepared& p, const FragmentRows& rows, u32 expert, Place place,
+            Slabs slabs) {
+            epilogue_act<N8>(acc, rows, expert, place.column * FEATURES, p.scales.alpha(), p.prob, out, slabs);
         },
         [&](const Tile& tile, Place place) {
             act_nobody(tile.row, tile.rows, place.column * FEATURES, FEATURES, out);

@@ -1,25 +1,19 @@
-// The main loop of the products on Hopper: one thread has tiles copied to shared memory, two warp groups multiply them by
-// turns.
+// The main loop of the products on Hopper: one thread has tiles copied to shared memory, two warp groups multiply them.
 //
-//   stages in a ring:  a [128 x 64]   b [192 x 64]   BF16
-//   copying thread     for each tile, for each stage: wait until it is empty, start the copies, which fill it
-//   a warp group       takes every other tile: wait for the turn; for each stage: wait until it is full, acc [128 x 192] +=
-//                      a * b, release the one before; pass the turn on; epilogue, while the other one multiplies
+//   stages in a ring:  a [128 x 64]   b [256 x 64]   BF16
+//   copying thread     for each stage: wait until it is empty, start the copies, which fill it
+//   each warp group    for each stage: wait until it is full, acc [64 x 256] += a * b; release the one before
 //
-// The thread blocks stay on their multiprocessors and take tiles in turn. A tile of 128 x 192 is what the registers of a warp
-// group hold beside its epilogue. With larger ones that two warp groups share (128 x 256), shared memory and the L2 cache are read
-// less often for the same work, but both end at the same time and the matrix unit waits for their epilogues; clusters of
-// two that share copies were no faster (docs/attempts.md).
+// The thread blocks stay on their multiprocessors and take tiles in turn, so that the copies of a tile start while the
+// one before is still in its epilogue. A tile of 128 x 256 is what the registers of two warp groups hold; smaller ones
+// read shared memory and the L2 cache more often for the same work, and clusters of two that share copies were no
+// faster (docs/attempts.md).
 #pragma once
 #include "wgmma.cuh"
 
-// An epilogue that needs many registers chooses a narrower tile.
-#ifndef TILE_COLUMNS
-#define TILE_COLUMNS 192
-#endif
-constexpr u32 TILE_M = 128, TILE_N = TILE_COLUMNS, TILE_K = 64;
-constexpr u32 N8 = TILE_N / 8, FRAGMENTS = 2;  // of a warp: rows 16w.. and 64 + 16w.. of the tile
-constexpr u32 STAGES = TILE_N == 192 ? 4 : 5;
+constexpr u32 TILE_M = 128, TILE_N = 256, TILE_K = 64;
+constexpr u32 N8 = TILE_N / 8;
+constexpr u32 STAGES = 4;
 constexpr u32 STAGE_BLOCKS = TILE_K / BLOCK;
 constexpr u32 LINE = 128;        // bytes of a line of a tile in shared memory
 constexpr u32 LINE_VALUES = 64;  // BF16 values
@@ -53,7 +47,7 @@ struct Ring {
         if (threadIdx.x == 0) {
             for (u32 s = 0; s < STAGES; s++) {
                 barrier_init(full + 8 * s, 1);
-                barrier_init(empty + 8 * s, 1);
+                barrier_init(empty + 8 * s, MULTIPLIERS);
             }
             barrier_init_fence();
         }
@@ -62,12 +56,6 @@ struct Ring {
 
     __device__ __forceinline__ void advance() {
         if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-    // Past a tile of the other warp group.
-    __device__ __forceinline__ void advance(u32 stages) {
-        stage += stages;
-        parity ^= stage / STAGES & 1;
-        stage %= STAGES;
     }
     __device__ __forceinline__ u32 a() const { return tiles + stage * STAGE_BYTES; }
     __device__ __forceinline__ u32 b() const { return a() + A_BYTES; }
@@ -80,48 +68,25 @@ struct Ring {
     }
 };
 
-typedef float Accumulators[FRAGMENTS * N8][4];
-
-// Rows of the tile that fragment `m` of this warp begins at.
-DEVICE u32 fragment_at(u32 m) { return m * 64 + threadIdx.x % WARP_GROUP / 32 * FRAGMENT_ROWS; }
-
-// Tiles that are multiplied, by turns: a warp group takes those whose number is its own modulo 2. A turn begins when the
-// products of the tile before have been started. So a warp group is never more than one turn of the ring away from the
-// barriers that it waits for.
-struct Turns {
-    u32 group, number = 0;
-
-    __device__ __forceinline__ bool mine() const { return number % MULTIPLIERS == group; }
-    __device__ __forceinline__ void begin() const {
-        if (number > 0) meet(1 + group, WARP_GROUP * MULTIPLIERS);
-    }
-    __device__ __forceinline__ void end() const { pass_on(2 - group, WARP_GROUP * MULTIPLIERS); }
-};
-
-DEVICE u32 stages_of(u32 blocks) { return (blocks + STAGE_BLOCKS - 1) / STAGE_BLOCKS; }
-
-// acc = the sum of products over `blocks` > 0 blocks of sixteen of the contraction. Stages hold four; what lies behind
-// the last block in its stage is zero, or, if the contraction is RAGGED, zeros take its place. Of a tile whose columns or
-// rows end early, the first COLUMNS and the first 64 * ROW_HALVES.
-template <u32 COLUMNS, u32 ROW_HALVES, bool MN_MAJOR, bool RAGGED>
-DEVICE void multiply(Ring& ring, Accumulators& acc, u32 blocks, const Turns& turns) {
+// acc = the sum of products over `blocks` > 0 blocks of sixteen of the contraction, by warp group `group`. Stages hold
+// four; what lies behind the last block in its stage is zero, or, if the contraction is RAGGED, zeros take its place.
+// Of a tile whose columns end early, the first COLUMNS.
+template <u32 COLUMNS, bool MN_MAJOR, bool RAGGED>
+DEVICE void multiply(Ring& ring, float (&acc)[N8][4], u32 blocks, u32 group) {
     constexpr u32 A_STEP = BLOCK * 2, B_STEP = MN_MAJOR ? BLOCK * LINE : BLOCK * 2;
     const bool leader = threadIdx.x % WARP_GROUP == 0;
     u32 before = 0;
     for (u32 done = 0; done < blocks; done += STAGE_BLOCKS) {
         barrier_wait(ring.full + 8 * ring.stage, ring.parity);
-        const u64 a = matrix_of(ring.a()), b = matrix_of(ring.b(), MN_MAJOR ? TILE_K * LINE : 16);
+        const u64 a = matrix_of(ring.a() + group * (A_BYTES / MULTIPLIERS));
+        const u64 b = matrix_of(ring.b(), MN_MAJOR ? TILE_K * LINE : 16);
         products_begin();
 #pragma unroll
         for (u32 i = 0; i < STAGE_BLOCKS; i++) {
             // By data and not by a branch, in which the compiler would let products wait for each other.
             const bool live = !RAGGED || done + i < blocks;
-            const u64 rows = live ? a + i * (A_STEP >> 4) : ring.nothing;
-            const u64 columns = live ? b + i * (B_STEP >> 4) : ring.nothing;
-            product<COLUMNS, MN_MAJOR, 0>(acc, rows, columns, (done | i) != 0);
-            if constexpr (ROW_HALVES == 2)
-                product<COLUMNS, MN_MAJOR, N8>(acc, live ? rows + (64 * LINE >> 4) : ring.nothing, columns,
-                                               (done | i) != 0);
+            product<COLUMNS, MN_MAJOR>(acc, live ? a + i * (A_STEP >> 4) : ring.nothing,
+                                       live ? b + i * (B_STEP >> 4) : ring.nothing, (done | i) != 0);
         }
         products_commit();
         if (done != 0) {
@@ -131,26 +96,24 @@ DEVICE void multiply(Ring& ring, Accumulators& acc, u32 blocks, const Turns& tur
         before = ring.empty + 8 * ring.stage;
         ring.advance();
     }
-    turns.end();
     products_wait<0>();
     if (leader) barrier_arrive(before);
 }
 
-// With what the tile has of rows and columns.
-template <bool MN_MAJOR, bool RAGGED>
-DEVICE void multiply(Ring& ring, Accumulators& acc, u32 blocks, u32 rows, u32 columns, const Turns& turns) {
-    turns.begin();
-    if (columns > TILE_N / 2) {
-        if (rows > TILE_M / 2)
-            multiply<TILE_N, 2, MN_MAJOR, RAGGED>(ring, acc, blocks, turns);
-        else
-            multiply<TILE_N, 1, MN_MAJOR, RAGGED>(ring, acc, blocks, turns);
-    } else {
-        if (rows > TILE_M / 2)
-            multiply<TILE_N / 2, 2, MN_MAJOR, RAGGED>(ring, acc, blocks, turns);
-        else
-            multiply<TILE_N / 2, 1, MN_MAJOR, RAGGED>(ring, acc, blocks, turns);
+// What a warp group does whose rows of the tile are not there: it lets the other one have the matrix unit. Only its
+// first warp follows the stages; the others may neither fall behind, where they would take one turn of the ring for
+// another, nor run ahead.
+DEVICE void skip(Ring& ring, u32 blocks, u32 group) {
+    const bool follows = threadIdx.x % WARP_GROUP < 32, leader = threadIdx.x % WARP_GROUP == 0;
+    for (u32 done = 0; done < blocks; done += STAGE_BLOCKS) {
+        if (follows) {
+            barrier_wait(ring.full + 8 * ring.stage, ring.parity);
+            __syncwarp();
+            if (leader) barrier_arrive(ring.empty + 8 * ring.stage);
+        }
+        ring.advance();
     }
+    meet(group + 1, WARP_GROUP);
 }
 
 // Where tile `index` of a grid of `rows` x `columns` tiles lies: a band of rows at a time, down its columns, so that

@@ -46,8 +46,9 @@ DEVICE void copy_rows(Ring ring, const TensorMap* a, const TensorMap* w, const G
     }
 }
 
-// For each tile of an expert's rows, `prepare(tile, place)` loads what its epilogue will want, while the products run, and
-// `finish(acc, prepared, tile, place, slabs)` is the epilogue. `nobody(tile, place)` gets tiles of nobody's rows.
+// For each fragment of an expert's rows, `prepare(rows, expert, place)` loads what its epilogue will want, while the
+// products run, and `finish(acc, prepared, rows, expert, place, slabs)` is the epilogue. `nobody(tile, place)` gets
+// tiles of nobody's rows.
 template <bool MN_MAJOR, bool SPLIT_HALVES, class Prepare, class Finish, class Nobody>
 DEVICE void multiply_rows(const TensorMap* a, const TensorMap* w, const Groups& groups, const RowProduct& product,
                           Prepare prepare, Finish finish, Nobody nobody) {
@@ -63,34 +64,32 @@ DEVICE void multiply_rows(const TensorMap* a, const TensorMap* w, const Groups& 
     }
     take_registers<MULTIPLY_REGISTERS>();
     const Slabs slabs = slabs_of_warp(stages + STAGES * STAGE_BYTES);
-    const u32 end = groups.most_tiles * product.columns, blocks = (product.k + BLOCK - 1) / BLOCK;
+    const u32 end = groups.most_tiles * product.columns;
     const auto words_of = [&](u32 index) {
         const u32 row = place_of<BAND>(index, groups.most_tiles, product.columns).row;
         return load_tile_words(groups, index < end ? row : NO_TILE);
     };
     TileWords next = words_of(blockIdx.x);
-    Turns turns{warp_group};
     for (u32 index = blockIdx.x; index < end; index += gridDim.x) {
         const Place place = place_of<BAND>(index, groups.most_tiles, product.columns);
         const Tile tile = next.tile();
         next = words_of(index + gridDim.x);
+        const FragmentRows rows = fragment_rows(tile.row, tile.rows, threadIdx.x / 32 * FRAGMENT_ROWS);
         if (tile.expert < groups.experts) {
-            if (turns.mine()) {
-                const auto prepared = prepare(tile, place);
-                Accumulators acc;
-                const u32 columns = SPLIT_HALVES ? TILE_N : product.n - place.column * TILE_N;
-                multiply<MN_MAJOR, false>(ring, acc, blocks, tile.rows, columns, turns);
-                finish(acc, prepared, tile, place, slabs);
-            } else {
-                ring.advance(stages_of(blocks));
+            const u32 blocks = (product.k + BLOCK - 1) / BLOCK;
+            if (warp_group * (TILE_M / MULTIPLIERS) >= tile.rows) {
+                skip(ring, blocks, warp_group);
+                continue;
             }
-            turns.number++;
+            const auto prepared = prepare(rows, tile.expert, place);
+            float acc[N8][4];
+            if (SPLIT_HALVES || product.n - place.column * TILE_N > TILE_N / 2)
+                multiply<TILE_N, MN_MAJOR, false>(ring, acc, blocks, warp_group);
+            else
+                multiply<TILE_N / 2, MN_MAJOR, false>(ring, acc, blocks, warp_group);
+            finish(acc, prepared, rows, tile.expert, place, slabs);
         } else if (tile.expert != NO_TILE) {
             nobody(tile, place);
         }
     }
-}
-
-DEVICE FragmentRows rows_of(const Tile& tile, u32 fragment) {
-    return fragment_rows(tile.row, tile.rows, fragment_at(fragment));
 }

@@ -63,15 +63,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const u32 end = each * groups.experts;
     const auto positions_at = [&](u32 index) { return positions_of(groups, min(index, end - 1) / each); };
     Positions next = positions_at(blockIdx.x);
-    Turns turns{warp_group};
     for (u32 index = blockIdx.x; index < end; index += gridDim.x) {
         const u32 expert = index / each, blocks = next.blocks();
         next = positions_at(index + gridDim.x);
-        if (blocks != 0 && !turns.mine()) {
-            ring.advance(stages_of(blocks));
-            turns.number++;
-            continue;
-        }
         const Place place = place_of<BAND>(index % each, shape.rows, shape.columns);
         const u32 row = place.row * TILE_M, height = min(TILE_M, shape.n - row), column = place.column * TILE_N;
         Gradient* const to = dw + expert * shape.stride;
@@ -82,14 +76,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                             WORDS * min(column + TILE_N, shape.k));
             continue;
         }
+        if (warp_group * (TILE_M / MULTIPLIERS) >= height) {
+            skip(ring, blocks, warp_group);
+            continue;
+        }
         const ExpertScales of_expert = load_scales(scales, expert);
-        Accumulators acc;
-        multiply<false, true>(ring, acc, blocks, height, shape.k - column, turns);
-        turns.number++;
-        const float alpha = of_expert.alpha();
-#pragma unroll 1
-        for (u32 m = 0; m < FRAGMENTS; m++)
-            epilogue_gradient<N8, ACCUMULATE>(acc, m, fragment_rows(row, height, fragment_at(m)), column, shape.k, alpha, to,
-                                              slabs);
+        float acc[N8][4];
+        if (shape.k - column > TILE_N / 2)
+            multiply<TILE_N, false, true>(ring, acc, blocks, warp_group);
+        else
+            multiply<TILE_N / 2, false, true>(ring, acc, blocks, warp_group);
+        const FragmentRows rows = fragment_rows(row, height, threadIdx.x / 32 * FRAGMENT_ROWS);
+        epilogue_gradient<N8, ACCUMULATE>(acc, rows, column, shape.k, of_expert.alpha(), to, slabs);
     }
 }

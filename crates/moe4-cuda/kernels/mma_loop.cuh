@@ -27,7 +27,7 @@ constexpr u32 FRAGMENTS = WARP_ROWS / FRAGMENT_ROWS, N8 = WARP_COLS / 8;
 constexpr u32 OUTSIDE = 0xFFFFFFFFu;
 static_assert(TILE_ROWS == TILE_COLS, "both operands of a stage have the same size");
 
-typedef float Accumulators[FRAGMENTS * N8][4];
+typedef float Accumulators[FRAGMENTS][N8][4];
 
 struct Stage {
     uint4 a[SIDE_CHUNKS], b[SIDE_CHUNKS];
@@ -130,8 +130,8 @@ DEVICE void multiply(Accumulators& acc, Side<A_K_MAJOR> a, Side<B_K_MAJOR> b, u3
                                                warp_slice() * WARP_COLS + 8 * j, k);
 #pragma unroll
                 for (u32 m = 0; m < FRAGMENTS; m++) {
-                    multiply_accumulate(acc[m * N8 + j], left[m], right[0], right[1]);
-                    multiply_accumulate(acc[m * N8 + j + 1], left[m], right[2], right[3]);
+                    multiply_accumulate(acc[m][j], left[m], right[0], right[1]);
+                    multiply_accumulate(acc[m][j + 1], left[m], right[2], right[3]);
                 }
             }
         }

@@ -55,11 +55,8 @@ DEVICE void copy_box(u32 to, const TensorMap* map, u32 barrier, int x, int y, in
         : "memory");
 }
 
-// Barrier `number` of the thread block, of so many threads: those that wait, and those that only say that they came.
+// So many threads meet at barrier `number` of the thread block; 0 is that of __syncthreads.
 DEVICE void meet(u32 number, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
-DEVICE void pass_on(u32 number, u32 threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
 
 template <u32 REGISTERS>
 DEVICE void take_registers() {
@@ -91,53 +88,62 @@ DEVICE void products_wait() {
 }
 
 // Operands of the instructions: accumulators, and their numbers in the text.
-#define ACC_4(j) "+f"(d[FIRST + j][0]), "+f"(d[FIRST + j][1]), "+f"(d[FIRST + j][2]), "+f"(d[FIRST + j][3])
+#define ACC_4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
 #define ACC_16(j) ACC_4(j), ACC_4(j + 1), ACC_4(j + 2), ACC_4(j + 3)
+#define ACC_64(j) ACC_16(j), ACC_16(j + 4), ACC_16(j + 8), ACC_16(j + 12)
 #define NUMBERS_8(a, b, c, d, e, f, g, h) "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
-#define NUMBERS_16(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p) \
-    NUMBERS_8(a, b, c, d, e, f, g, h) "," NUMBERS_8(i, j, k, l, m, n, o, p)
-#define NUMBERS_32 \
-    NUMBERS_16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) "," \
-    NUMBERS_16(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31)
-#define NUMBERS_48 \
-    NUMBERS_32 "," NUMBERS_16(32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47)
-#define NUMBERS_64 \
-    NUMBERS_48 "," NUMBERS_16(48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63)
-#define NUMBERS_96 \
-    NUMBERS_64 "," NUMBERS_16(64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79) "," \
-    NUMBERS_16(80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95)
-#define PRODUCT(columns, numbers, a_at, b_at, accumulate_at, major_at, ...)                                            \
-    asm volatile(                                                                                                      \
-        "{\n"                                                                                                          \
-        ".reg .pred p;\n"                                                                                              \
-        "setp.ne.b32 p, %" #accumulate_at ", 0;\n"                                                                     \
-        "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32.bf16.bf16 {" numbers "}, %" #a_at ", %" #b_at ", p, 1, " \
-        "1, 0, %" #major_at ";\n"                                                                                      \
-        "}"                                                                                                            \
-        : __VA_ARGS__                                                                                                  \
-        : "l"(a), "l"(b), "r"(accumulate), "n"(MN_MAJOR ? 1 : 0))
+#define NUMBERS_64                                                                                           \
+    NUMBERS_8(0, 1, 2, 3, 4, 5, 6, 7)                                                                        \
+    "," NUMBERS_8(8, 9, 10, 11, 12, 13, 14, 15) "," NUMBERS_8(16, 17, 18, 19, 20, 21, 22, 23) "," NUMBERS_8( \
+        24, 25, 26, 27, 28, 29, 30,                                                                          \
+        31) "," NUMBERS_8(32, 33, 34, 35, 36, 37, 38,                                                        \
+                          39) "," NUMBERS_8(40, 41, 42, 43, 44, 45, 46,                                      \
+                                            47) "," NUMBERS_8(48, 49, 50, 51, 52, 53, 54,                    \
+                                                              55) "," NUMBERS_8(56, 57, 58, 59, 60, 61, 62, 63)
+#define NUMBERS_128                                                                                                 \
+    NUMBERS_64                                                                                                      \
+        "," NUMBERS_8(64, 65, 66, 67, 68, 69, 70, 71) "," NUMBERS_8(72, 73, 74, 75, 76, 77, 78, 79) "," NUMBERS_8(  \
+            80, 81, 82, 83, 84, 85, 86,                                                                             \
+            87) "," NUMBERS_8(88, 89, 90, 91, 92, 93, 94,                                                           \
+                              95) "," NUMBERS_8(96, 97, 98, 99, 100, 101, 102,                                      \
+                                                103) "," NUMBERS_8(104, 105, 106, 107, 108, 109, 110,               \
+                                                                   111) "," NUMBERS_8(112, 113, 114, 115, 116, 117, \
+                                                                                      118,                          \
+                                                                                      119) "," NUMBERS_8(120, 121,  \
+                                                                                                         122, 123,  \
+                                                                                                         124, 125,  \
+                                                                                                         126, 127)
 
-// d = a * b (+ d): 64 rows of `a`, K-major, COLUMNS rows of `b`, sixteen values of the contraction; into the accumulators
-// from FIRST on.
-template <u32 COLUMNS, bool MN_MAJOR, u32 FIRST, u32 ALL>
-DEVICE void product(float (&d)[ALL][4], u64 a, u64 b, u32 accumulate) {
-    static_assert(COLUMNS == 192 || COLUMNS == 128 || COLUMNS == 96 || COLUMNS == 64, "widths that are written out");
-    if constexpr (COLUMNS == 192)
-        PRODUCT(192, NUMBERS_96, 96, 97, 98, 99, ACC_16(0), ACC_16(4), ACC_16(8), ACC_16(12), ACC_16(16), ACC_16(20));
-    else if constexpr (COLUMNS == 128)
-        PRODUCT(128, NUMBERS_64, 64, 65, 66, 67, ACC_16(0), ACC_16(4), ACC_16(8), ACC_16(12));
-    else if constexpr (COLUMNS == 96)
-        PRODUCT(96, NUMBERS_48, 48, 49, 50, 51, ACC_16(0), ACC_16(4), ACC_16(8));
+// d = a * b (+ d): 64 rows of `a`, K-major, COLUMNS rows of `b`, sixteen values of the contraction. Of 128 columns, the
+// first half of the accumulators.
+template <u32 COLUMNS, bool MN_MAJOR>
+DEVICE void product(float (&d)[32][4], u64 a, u64 b, u32 accumulate) {
+    static_assert(COLUMNS == 256 || COLUMNS == 128, "widths that are written out");
+    if constexpr (COLUMNS == 256)
+        asm volatile(
+            "{\n"
+            ".reg .pred p;\n"
+            "setp.ne.b32 p, %130, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" NUMBERS_128
+            "}, %128, %129, p, 1, 1, 0, %131;\n"
+            "}"
+            : ACC_64(0), ACC_64(16)
+            : "l"(a), "l"(b), "r"(accumulate), "n"(MN_MAJOR ? 1 : 0));
     else
-        PRODUCT(64, NUMBERS_32, 32, 33, 34, 35, ACC_16(0), ACC_16(4));
+        asm volatile(
+            "{\n"
+            ".reg .pred p;\n"
+            "setp.ne.b32 p, %66, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NUMBERS_64
+            "}, %64, %65, p, 1, 1, 0, %67;\n"
+            "}"
+            : ACC_64(0)
+            : "l"(a), "l"(b), "r"(accumulate), "n"(MN_MAJOR ? 1 : 0));
 }
 
 #undef ACC_4
 #undef ACC_16
+#undef ACC_64
 #undef NUMBERS_8
-#undef NUMBERS_16
-#undef NUMBERS_32
-#undef NUMBERS_48
 #undef NUMBERS_64
-#undef NUMBERS_96
-#undef PRODUCT
+#undef NUMBERS_128

@@ -48,17 +48,8 @@ pub(crate) fn grouped_gemm(cuda: &Cuda, pass: GroupedGemm<'_, DeviceMemory>) -> 
     let w = Bf16Weights::new(cuda, name, "w", w, shape.n * shape.k)?;
     let (scales, groups_argument) = (ScalesArgument::of_weights(name, &a, &w)?, groups.argument());
     let columns = (cols as usize).div_ceil(hopper::TILE_N);
-    let product = hopper::RowProduct {
-        a: a.address,
-        w: w.argument,
-        shape,
-        side,
-        tile_n: hopper::TILE_N,
-        columns,
-        ups: None,
-        scales,
-        groups,
-    };
+    let product =
+        hopper::RowProduct { a: a.address, w: w.argument, shape, side, columns, ups: None, scales, groups };
     if cuda.multiplies_by_wgmma() && product.fits() {
         // SAFETY: `check` compared lengths with shapes; operands live until the product is enqueued and are freed behind it.
         return unsafe { product.launch(cuda, &hopper::gemm_variant(side), &out) };

@@ -51,7 +51,6 @@ pub(crate) fn grouped_gemm_act(cuda: &Cuda, pass: GroupedGemmAct<'_, DeviceMemor
         w: w1.argument,
         shape,
         side: Side::Fprop,
-        tile_n: hopper::TILE_N,
         columns: (ffn as usize).div_ceil(hopper::TILE_N / gates),
         ups: (gates == 2 && layout == GluLayout::Halves).then_some(ffn as usize),
         scales,

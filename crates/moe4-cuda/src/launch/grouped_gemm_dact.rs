@@ -84,13 +84,12 @@ pub(crate) fn grouped_gemm_dact(cuda: &Cuda, pass: GroupedGemmDact<'_, DeviceMem
         activation: ActivationArgument::new(&activation),
         dc_amax,
     };
-    let columns = (ffn as usize).div_ceil(hopper::DACT_TILE_N);
+    let columns = (ffn as usize).div_ceil(hopper::TILE_N);
     let product = hopper::RowProduct {
         a: dy.address,
         w: w2.argument,
         shape,
         side: Side::Dgrad,
-        tile_n: hopper::DACT_TILE_N,
         columns,
         ups: None,
         scales,

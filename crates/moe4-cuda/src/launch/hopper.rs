@@ -10,22 +10,16 @@ use bytemuck::{NoUninit, Pod, Zeroable};
 use moe4::kernels::Error;
 use moe4::kernels::contract::{GradMode, Side, WeightShape};
 
-/// `TILE_M`, `TILE_K` and `THREADS` of `kernels/hopper_pipeline.cuh`.
+/// `TILE_M`, `TILE_N`, `TILE_K`, `STAGES` and `THREADS` of `kernels/hopper_pipeline.cuh`.
 const TILE_M: usize = 128;
+pub(super) const TILE_N: usize = 256;
 const TILE_K: usize = 64;
+const STAGES: usize = 4;
 const THREADS: u32 = 384;
-/// `TILE_N` of a kernel that does not choose another.
-pub(super) const TILE_N: usize = 192;
-/// `TILE_N` of `kernels/hopper_gemm_dact.cu`.
-pub(super) const DACT_TILE_N: usize = 128;
 /// `SLABS_BYTES` of `kernels/fragment.cuh`, for eight warps.
 const SLABS: usize = 8 * 3 * (16 * 20 + 16) * 4;
-
-/// Stages of both operands in BF16, `STAGES` of them, and slabs behind them.
-fn shared(tile_n: usize) -> u32 {
-    let stages = if tile_n == TILE_N { 4 } else { 5 };
-    (stages * (TILE_M + tile_n) * TILE_K * size_of::<half::bf16>() + SLABS) as u32
-}
+/// Stages of both operands in BF16, and slabs behind them.
+const SHARED: u32 = (STAGES * (TILE_M + TILE_N) * TILE_K * 2 + SLABS) as u32;
 
 /// Compile-time choices of `hopper_gemm`.
 pub(crate) fn gemm_variant(side: Side) -> Variant {
@@ -59,8 +53,6 @@ pub(super) struct RowProduct<'a> {
     /// Of a weight as it is stored.
     pub(super) shape: WeightShape,
     pub(super) side: Side,
-    /// Columns of a tile.
-    pub(super) tile_n: usize,
     /// Tiles side by side.
     pub(super) columns: usize,
     /// Where ups begin among the rows of W1, if a tile is to hold gates and the ups of the same features from there.
@@ -88,7 +80,7 @@ impl RowProduct<'_> {
         let (n, k) = self.side.dims(self.shape);
         let extent = self.groups.extent();
         let box_rows = match self.side {
-            Side::Fprop => self.tile_n / 2,
+            Side::Fprop => TILE_N / 2,
             Side::Dgrad => TILE_K,
         };
         let a = cuda.on(TensorMap::matrix(self.a, [extent.rows, k], TILE_M as u32))?;
@@ -97,7 +89,7 @@ impl RowProduct<'_> {
         let product = RowProductArgument {
             n: n as u32,
             k: k as u32,
-            width: (if self.ups.is_some() { self.tile_n / 2 } else { self.tile_n }) as u32,
+            width: (if self.ups.is_some() { TILE_N / 2 } else { TILE_N }) as u32,
             columns: self.columns as u32,
             ups: self.ups.unwrap_or(0) as u32,
         };
@@ -112,7 +104,7 @@ impl RowProduct<'_> {
             .with(out);
         let tiles = extent.most_tiles() * self.columns;
         // SAFETY: as required; copies outside of a tensor give zeros.
-        cuda.on(unsafe { kernel.launch(cuda.stream(), grid(cuda, tiles, self.tile_n), arguments) })
+        cuda.on(unsafe { kernel.launch(cuda.stream(), grid(cuda, tiles), arguments) })
     }
 }
 
@@ -173,12 +165,12 @@ impl Wgrad<'_> {
             .with(&self.dw.base);
         let tiles = rows * columns * extent.experts;
         // SAFETY: as required; copies outside of a tensor give zeros.
-        cuda.on(unsafe { kernel.launch(cuda.stream(), grid(cuda, tiles, TILE_N), arguments) })
+        cuda.on(unsafe { kernel.launch(cuda.stream(), grid(cuda, tiles), arguments) })
     }
 }
 
 /// One thread block a multiprocessor: they take tiles in turn.
-fn grid(cuda: &Cuda, tiles: usize, tile_n: usize) -> Grid {
+fn grid(cuda: &Cuda, tiles: usize) -> Grid {
     let blocks = (cuda.device().facts().multiprocessors as usize).min(tiles) as u32;
-    Grid::new([blocks, 1, 1], THREADS).with_shared(shared(tile_n))
+    Grid::new([blocks, 1, 1], THREADS).with_shared(SHARED)
 }
