@@ -70,6 +70,29 @@ pub fn activation_variants(activation: &Activation, layout: GluLayout, products:
     variants
 }
 
+/// `group_quantize` with copies of one form in any rounding, with any transform: for tests that draw them.
+pub fn copy_variants() -> Vec<Variant> {
+    let plain = Copy { made: true, packed: true, ..Copy::default() };
+    let forms = [
+        plain,
+        Copy { swizzled: true, ..plain },
+        Copy { unpacked: true, ..plain },
+        Copy { swizzled: true, unpacked: true, ..plain },
+        Copy { packed: false, unpacked: true, ..plain },
+    ];
+    let masks = [None, Some(SignMask::DEFAULT), Some(SignMask::NONE), Some(SignMask(1))];
+    let mut variants = Vec::new();
+    for form in forms {
+        let copies = [form, Copy { stochastic: true, ..form }];
+        variants.extend(copies.map(|row| launch::group_quantize_variant(row, Copy::default(), None)));
+        for (rht, col) in masks.into_iter().flat_map(|rht| copies.map(|col| (rht, col))) {
+            let rows = [Copy::default(), copies[0], copies[1]];
+            variants.extend(rows.map(|row| launch::group_quantize_variant(row, col, rht)));
+        }
+    }
+    variants
+}
+
 /// What runs over whole tensors in every step. Left out: random numbers, whose round keys and words take the last registers;
 /// masks that are given at launch; the one thread block of `group_offsets`; and the epilogues of products whose gated
 /// activation takes some more than the accumulators leave of 128 registers, with which two blocks share a multiprocessor.

@@ -6,7 +6,7 @@ use moe4::kernels::activation::{Activation, GluLayout};
 use moe4_conformance::compare::bf16_bits;
 use moe4_conformance::data::Random;
 use moe4_conformance::{Failure, Outcome};
-use moe4_cuda::catalog::activation_variants;
+use moe4_cuda::catalog::{activation_variants, copy_variants};
 use moe4_cuda::driver::CallError;
 use moe4_cuda::{Cuda, CudaOptions, Products};
 use std::sync::OnceLock;
@@ -21,7 +21,7 @@ pub(crate) fn cuda() -> &'static Cuda {
 fn prepared(cuda: Cuda, products: Products) -> Cuda {
     let arch = cuda.device().facts().arch;
     let products = if arch.has_wgmma() { products } else { Products::Portable };
-    let mut variants = Vec::new();
+    let mut variants = copy_variants();
     for activation in Activation::all() {
         for layout in if activation.is_gated() { &GluLayout::ALL[..] } else { &GluLayout::ALL[..1] } {
             variants.extend(activation_variants(&activation, *layout, products));
