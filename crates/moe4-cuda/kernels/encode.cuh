@@ -92,6 +92,7 @@ struct Scaling {
     float multipliers[128];
     float block;  // NaN if no block may take the short way
     float exact_block;
+    u64 stream;  // of random numbers, if there are any
 
     // By 128 threads, of which this is number `thread`; all must meet at a barrier before it is used.
     __device__ __forceinline__ void fill(u32 thread, float amax, bool transformed, bool stochastic) {
@@ -241,9 +242,9 @@ DEVICE Quantized encode_nearest(const Block<Eight>& block, float m, u32 scale) {
 // `position` is where the block's random bytes are found.
 template <int FORM, bool SATURATE, class Eight>
 DEVICE Quantized encode_stochastic(const Block<Eight>& block, float m, u32 scale, const RandomStream& random,
-                                   u64 position) {
+                                   u64 stream, u64 position) {
     static_assert(!(FORM & VALUES) || Eight::IN_ORDER, "values are signed as they come");
-    const RandomBlock r = random_block(random, position);
+    const RandomBlock r = random_block(random, stream, position);
     const float scaled = SATURATE ? m : __fmul_rn(m, 0x1p-8f);
     float low[8], high[8];
     Eight::unpack(block.low_magnitudes, low);
@@ -268,7 +269,7 @@ DEVICE Quantized quantize_any(const Block<Eight>& block, const Scaling& scaling,
     const u32 scale = float_to_e4m3(__fmul_rn(__uint_as_float(amax), __fmul_rn(scaling.exact_block, factor)));
     const float m = __fmul_rn(scaling.multipliers[scale], factor);
     if constexpr (STOCHASTIC)
-        return encode_stochastic<PACKED, true>(block, m, scale, random, position);
+        return encode_stochastic<PACKED, true>(block, m, scale, random, scaling.stream, position);
     else
         return encode_nearest<PACKED, true>(block, m, scale);
 }
@@ -283,7 +284,7 @@ DEVICE Quantized quantize_usual(const Block<Eight>& block, const Scaling& scalin
     const u32 scale = float_to_e4m3(relative);
     const float m = scaling.multipliers[scale];
     if constexpr (STOCHASTIC)
-        return encode_stochastic<FORM, false>(block, m, scale, random, position);
+        return encode_stochastic<FORM, false>(block, m, scale, random, scaling.stream, position);
     else
         return encode_nearest<FORM, false>(block, m, scale);
 }

@@ -214,6 +214,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     static_assert(THREADS == 128, "a thread for each entry of a scaling");
     if (ROWWISE) row_scaling.fill(threadIdx.x, rowwise.amax[c.tile.expert], false, ROW_STOCHASTIC);
     if (COLUMNWISE) col_scaling.fill(threadIdx.x, columnwise.amax[c.tile.expert], RHT, COL_STOCHASTIC);
+    if (ROW_STOCHASTIC && threadIdx.x == 0) row_scaling.stream = rowwise.random.shifted();
+    if (COL_STOCHASTIC && threadIdx.x == 0) col_scaling.stream = columnwise.random.shifted();
     if constexpr (COLUMNWISE) wait_for_copies();
     __syncthreads();
 

@@ -108,15 +108,19 @@ struct GlobalScale {
 // Philox4x32-10. The round keys depend on the seed alone and are computed once for a launch, on the host.
 struct RandomStream {
     u32 keys[20];
-    u32 stream[2];
+    u64 stream;
+    const u64* shift;  // added to the stream, so that a recorded launch need not repeat its numbers; may be null
+
+    __device__ __forceinline__ u64 shifted() const { return stream + (shift ? *shift : 0); }
 };
 
 struct RandomBlock {
     u32 words[4];  // byte i of the sixteen serves element i of the block
 };
 
-DEVICE RandomBlock random_block(const RandomStream& random, u64 position) {
-    u32 c0 = (u32)position, c1 = (u32)(position >> 32), c2 = random.stream[0], c3 = random.stream[1];
+// `stream` is the shifted one.
+DEVICE RandomBlock random_block(const RandomStream& random, u64 stream, u64 position) {
+    u32 c0 = (u32)position, c1 = (u32)(position >> 32), c2 = (u32)stream, c3 = (u32)(stream >> 32);
 #pragma unroll
     for (int round = 0; round < 10; round++) {
         const u64 p0 = (u64)0xD2511F53u * c0, p1 = (u64)0xCD9E8D57u * c2;

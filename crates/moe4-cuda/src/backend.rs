@@ -14,6 +14,7 @@ use moe4::tensor::Groups;
 use std::any::Any;
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// How the backend is set up.
@@ -50,6 +51,8 @@ pub struct Cuda {
     kernels: Mutex<HashMap<Variant, Arc<Kernel>>>,
     faults: Arc<DeviceBuffer<u64>>,
     products: Products,
+    /// The address of what is added to the streams of random numbers, or 0.
+    stream_shift: AtomicU64,
 }
 
 impl Cuda {
@@ -75,7 +78,15 @@ impl Cuda {
         bytes.write(bytemuck::bytes_of(&none)).map_err(|e| setup(stream.device(), e))?;
         let faults = Arc::new(DeviceBuffer::new(bytes, none.len()));
         log::info!("{}; NVRTC {}", stream.device().facts(), compiler.version());
-        Ok(Self { stream, compiler, cache, kernels: Mutex::default(), faults, products: options.products })
+        Ok(Self {
+            stream,
+            compiler,
+            cache,
+            kernels: Mutex::default(),
+            faults,
+            products: options.products,
+            stream_shift: AtomicU64::new(0),
+        })
     }
 
     /// The stream that all passes go to.
@@ -192,6 +203,28 @@ impl Cuda {
         groups: &mut DeviceGroups,
     ) -> Result<(), Error> {
         launch::group_offsets(self, splits, groups)
+    }
+
+    /// Adds a number on the device, `shift` `[1]`, modulo 2^64 to the stream of all random numbers that `work` draws. A
+    /// graph that holds such passes draws others whenever its owner has changed `shift` before a launch, in the order of the
+    /// stream; without it a graph draws the same in each launch. A backward of the operator uses four streams a call, so
+    /// that a shift of `4 · n` gives the bytes of the call `n` later.
+    ///
+    /// It holds for all passes that are enqueued meanwhile, by other threads too.
+    pub fn shifting_streams<R>(&self, shift: DeviceView<'_, u64>, work: impl FnOnce() -> R) -> R {
+        struct Reset<'a>(&'a AtomicU64, u64);
+        impl Drop for Reset<'_> {
+            fn drop(&mut self) {
+                self.0.store(self.1, Ordering::Relaxed);
+            }
+        }
+        let before = self.stream_shift.swap(shift.address(), Ordering::Relaxed);
+        let _reset = Reset(&self.stream_shift, before);
+        work()
+    }
+
+    pub(crate) fn stream_shift(&self) -> u64 {
+        self.stream_shift.load(Ordering::Relaxed)
     }
 
     pub(crate) fn kernel(&self, variant: &Variant) -> Result<Arc<Kernel>, Error> {

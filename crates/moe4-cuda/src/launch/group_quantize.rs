@@ -69,7 +69,7 @@ struct CopyArgument {
 }
 
 impl CopyArgument {
-    fn new(cast: &Option<Cast<'_, DeviceMemory>>) -> Result<Self, Error> {
+    fn new(cast: &Option<Cast<'_, DeviceMemory>>, shift: u64) -> Result<Self, Error> {
         let Some(cast) = cast else { return Ok(Self::zeroed()) };
         let kernel = "group_quantize";
         let random = match cast.rounding {
@@ -87,7 +87,7 @@ impl CopyArgument {
         Ok(Self {
             amax: aligned(kernel, "amax", cast.amax.address(), 4)?,
             out: OutArgument { codes, scales, unpacked },
-            random: RandomArgument::new(random),
+            random: RandomArgument::new(random, shift),
         })
     }
 }
@@ -103,7 +103,8 @@ pub(crate) fn group_quantize(cuda: &Cuda, pass: GroupQuantize<'_, DeviceMemory>)
         return Ok(());
     }
     let x = aligned("group_quantize", "x", x.address(), 16)?;
-    let (row, col) = (CopyArgument::new(&rowwise)?, CopyArgument::new(&columnwise)?);
+    let shift = cuda.stream_shift();
+    let (row, col) = (CopyArgument::new(&rowwise, shift)?, CopyArgument::new(&columnwise, shift)?);
     let line = LINE_BLOCKS[usize::from(columnwise.is_none())];
     let lines = cols.div_ceil(BLOCK * line) as u32;
     let (cols, k) = (narrow("columns", cols)?, groups.extent().padded_rows as u64);

@@ -104,17 +104,18 @@ fn mask_choice(mask: SignMask) -> u32 {
 #[repr(C)]
 struct RandomArgument {
     keys: [u32; 20],
-    stream: [u32; 2],
+    stream: u64,
+    /// The address of what is added to the stream, or 0.
+    shift: u64,
 }
 
 impl RandomArgument {
     const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
-    fn new(random: RandomStream) -> Self {
-        let words = |v: u64| [v as u32, (v >> 32) as u32];
-        let key = words(random.seed);
+    fn new(random: RandomStream, shift: u64) -> Self {
+        let key = [random.seed as u32, (random.seed >> 32) as u32];
         let round_key = |i: usize| key[i % 2].wrapping_add(Self::WEYL[i % 2].wrapping_mul(i as u32 / 2));
-        Self { keys: std::array::from_fn(round_key), stream: words(random.stream) }
+        Self { keys: std::array::from_fn(round_key), stream: random.stream, shift }
     }
 }
 

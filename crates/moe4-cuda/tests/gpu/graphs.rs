@@ -1,4 +1,4 @@
-//! Passes recorded once and launched again, with other splits and other values in the same buffers: byte for byte
+//! Passes recorded once and launched again, with other splits, values and random numbers in the same buffers: byte for byte
 //! what the passes give by themselves, and what the CPU gives. That a capture succeeds also shows that no pass waits
 //! for the device.
 
@@ -10,6 +10,7 @@ use moe4::kernels::cpu::Cpu;
 use moe4::kernels::{Backend, Error, Extent, Memory};
 use moe4::numerics::BLOCK;
 use moe4::numerics::hadamard::SignMask;
+use moe4::numerics::rounding::{RandomStream, Rounding};
 use moe4::tensor::{Groups, Nvfp4, ScaleLayout, scale_layout};
 use moe4_conformance::compare::{bf16_bits, bytes, f32_bits};
 use moe4_conformance::data::{self, Kind};
@@ -27,6 +28,8 @@ struct Buffers {
     cols: usize,
     x: DeviceBuffer<bf16>,
     splits: DeviceBuffer<i64>,
+    /// What is added to the streams of random numbers.
+    shift: DeviceBuffer<u64>,
     groups: DeviceGroups,
     amax: DeviceBuffer<f32>,
     amax_rht: DeviceBuffer<f32>,
@@ -66,6 +69,7 @@ impl Buffers {
             cols,
             x: cuda.empty(rows * cols)?,
             splits: cuda.upload_plain(&vec![0; experts])?,
+            shift: cuda.upload_plain(&[0])?,
             groups,
             amax: cuda.empty(experts)?,
             amax_rht: cuda.empty(experts)?,
@@ -77,8 +81,9 @@ impl Buffers {
     }
 
     /// Inputs, and outputs that no pass would leave.
-    fn fill(&mut self, cuda: &Cuda, x: &[bf16], splits: &[i64]) -> Result<(), Error> {
+    fn fill(&mut self, cuda: &Cuda, x: &[bf16], splits: &[i64], shift: u64) -> Result<(), Error> {
         cuda.write(&mut self.x, x)?;
+        cuda.write(&mut self.shift, &[shift])?;
         cuda.write(&mut self.splits, splits)?;
         [&mut self.amax, &mut self.amax_rht, &mut self.values]
             .into_iter()
@@ -89,7 +94,7 @@ impl Buffers {
     }
 
     fn enqueue(&mut self, cuda: &Cuda) -> Result<(), Error> {
-        let Self { cols, x, splits, groups, amax, amax_rht, row, col, unpacked, values, .. } = self;
+        let Self { cols, x, splits, shift, groups, amax, amax_rht, row, col, unpacked, values, .. } = self;
         let (x, cols, rounding) = (x.view(), *cols, stochastic(31));
         cuda.compute_groups(splits.view(), groups)?;
         cuda.group_hadamard_amax(GroupHadamardAmax {
@@ -100,7 +105,7 @@ impl Buffers {
             amax: amax.view_mut(),
             amax_rht: amax_rht.view_mut(),
         })?;
-        cuda.group_quantize(GroupQuantize {
+        let copies = GroupQuantize {
             x,
             cols,
             groups,
@@ -127,7 +132,8 @@ impl Buffers {
                     unpacked: Some(unpacked.view_mut()),
                 },
             }),
-        })?;
+        };
+        cuda.shifting_streams(shift.view(), || cuda.group_quantize(copies))?;
         cuda.dequantize(Dequantize {
             codes: col.codes.view(),
             scales: col.scales.view(),
@@ -157,10 +163,10 @@ impl Buffers {
 
     /// What the CPU makes of splits that the host knows, as it lies in buffers for the worst of splits: lines are
     /// longer, and each expert's token positions the same.
-    fn on_the_cpu(&self, x: &[bf16], splits: &[i64]) -> Result<Outputs, Error> {
+    fn on_the_cpu(&self, x: &[bf16], splits: &[i64], shift: u64) -> Result<Outputs, Error> {
         let (groups, [cols, k]) =
             (Groups::from_i64(splits, self.rows)?, [self.cols, self.groups.padded_rows()]);
-        let rounding = stochastic(31);
+        let rounding = stochastic(31).map(|rounding| shifted(rounding, shift));
         let layout = ScaleLayout::Plain;
         let form = |i: usize, unpacked| Form { rounding: rounding[i], packed: true, layout, unpacked };
         let setting =
@@ -202,6 +208,16 @@ impl Buffers {
     }
 }
 
+/// Rounding with the random numbers of another stream.
+fn shifted(rounding: Rounding, shift: u64) -> Rounding {
+    match rounding {
+        Rounding::Nearest => Rounding::Nearest,
+        Rounding::Stochastic(random) => {
+            Rounding::Stochastic(RandomStream { stream: random.stream.wrapping_add(shift), ..random })
+        }
+    }
+}
+
 /// Lines of `from` elements as the beginnings of lines of `to`; zeros behind.
 fn widened<T: Copy + Default>(x: &[T], from: usize, to: usize, lines: usize) -> Vec<T> {
     let mut out = vec![T::default(); lines * to];
@@ -218,7 +234,7 @@ fn replays(experts: usize, rows: usize, cols: usize, launches: &[Launch]) -> Out
     let cuda = cuda();
     let mut buffers = Buffers::new(cuda, experts, rows, cols)?;
     // Loads the kernels, with splits that no launch of the graph has.
-    buffers.fill(cuda, &vec![bf16::ONE; rows * cols], &vec![0; experts])?;
+    buffers.fill(cuda, &vec![bf16::ONE; rows * cols], &vec![0; experts], 0)?;
     buffers.enqueue(cuda)?;
     cuda.synchronize()?;
     let mut graph = cuda.capture(|| buffers.enqueue(cuda))?;
@@ -226,19 +242,21 @@ fn replays(experts: usize, rows: usize, cols: usize, launches: &[Launch]) -> Out
         let mut x = data::tensor(Kind::ALL[i % 5], rows * cols, 800 + i as u64);
         let counted = if wrong.is_some() { vec![0; experts] } else { splits.clone() };
         x[counted.iter().sum::<i64>() as usize * cols..].fill(bf16::NAN);
+        // The streams are near 2^64, and some go around it.
+        let shift = [0, 4, 8, 1 << 33][i % 4];
         let mut compared = || -> Outcome {
             let told = || match wrong {
                 Some(place) => refused(cuda.synchronize(), place),
                 None => Ok(cuda.synchronize()?),
             };
-            let expected = buffers.on_the_cpu(&x, &counted)?;
-            buffers.fill(cuda, &x, splits)?;
+            let expected = buffers.on_the_cpu(&x, &counted, shift)?;
+            buffers.fill(cuda, &x, splits, shift)?;
             // SAFETY: the buffers of the capture are alive, and only this thread uses them.
             called(unsafe { graph.launch() })?;
             told().in_case("graph")?;
             let launched = buffers.download(cuda)?;
             buffers.same(&expected, &launched).in_case("graph against CPU")?;
-            buffers.fill(cuda, &x, splits)?;
+            buffers.fill(cuda, &x, splits, shift)?;
             buffers.enqueue(cuda)?;
             told().in_case("passes")?;
             buffers.same(&buffers.download(cuda)?, &launched).in_case("graph against passes")

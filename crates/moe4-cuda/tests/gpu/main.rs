@@ -19,6 +19,7 @@
 //! | `pages` | pages of a paged stash, beside the stream of the passes |
 //! | `cache` | compiled kernels on disk |
 //! | `sanitizer` | each kernel variant once, on small shapes |
+//! | `soak` | ten thousand steps twice, with the same bits, in the same memory |
 //! | `no_driver` | a machine without a driver; needs no GPU |
 //! | `cases`, `support` | what the tests share |
 
@@ -36,5 +37,6 @@ mod product_graphs;
 mod products;
 mod ranges;
 mod sanitizer;
+mod soak;
 mod support;
 mod threads;
