@@ -4,6 +4,7 @@ Shapes: ``T`` tokens, ``E`` experts, ``H`` hidden, ``F`` ffn, ``N1`` outputs of 
 """
 
 from ._checkpoint import ExpertWeights, load_experts, save_experts
+from ._device import synchronize
 from ._doctor import doctor
 from ._experts import GroupedMLP
 from ._functions import (
@@ -34,4 +35,5 @@ __all__ = [
     "quantize",
     "replace_experts",
     "save_experts",
+    "synchronize",
 ]
