@@ -14,7 +14,7 @@ use crate::cpu::OnCpu;
 use crate::cuda::OnCuda;
 use crate::exchange::Exchange;
 use crate::operator::{Backward, give, rebuild, weight_grads};
-use crate::options::parse;
+use crate::options::{needs, parse};
 use crate::place::{Checked, Place};
 use crate::splits::Splits;
 use crate::tensor::{Device, Tensor, common_device, expect_disjoint, misplaced};
@@ -41,8 +41,8 @@ struct Kept<M: Exchange> {
     groups: M::Groups,
     /// In BF16 precision.
     dy: Option<Tensor>,
-    x: [Tensor; 4],
-    h: [Tensor; 4],
+    x: Vec<Tensor>,
+    h: Vec<Tensor>,
 }
 
 /// `([dx, dprob, db1, db2], handle)`; arguments are those of `backward`.
@@ -64,7 +64,8 @@ pub(crate) fn backward_delayed<'py>(
     input: bool,
 ) -> PyResult<(Given<'py>, DelayedWeightGrads)> {
     let mlp = parse(options)?;
-    let call = Backward::new([dy, x, prob, seed], [&w1, &w2], [b1, b2], &saved, [input, true])?;
+    let plan = mlp.plan(needs(input, true));
+    let call = Backward::new(plan, [dy, x, prob, seed], [&w1, &w2], [b1, b2], &saved)?;
     let (gradients, kept) = match common_device(call.tensors())? {
         Device::Cpu => {
             let (gradients, kept) = at(py, &OnCpu, &mlp, splits, call)?;
@@ -86,13 +87,13 @@ fn at<'py, P: Place>(
     splits: &Object<'py>,
     call: Backward,
 ) -> PyResult<(Given<'py>, Kept<P::Memory>)> {
-    let plan = mlp.plan(call.needs);
+    let needs = call.plan.needs;
     let rows = call.rows(mlp)?;
     let splits = Splits::new(Some(splits), rows, call.dy.device())?;
     let (BackwardTensors { gradients, weights: tensors }, groups) = place.run(py, |backend| {
         let groups = P::groups_for_any(backend, &splits)?;
-        let parts = call.parts::<P::Memory>(mlp, &plan, &groups).checked()?;
-        let saved = mlp.saved_view::<P::Memory>(call.needs, parts)?;
+        let parts = call.parts::<P::Memory>(mlp, &groups).checked()?;
+        let saved = mlp.saved_view::<P::Memory>(needs, parts)?;
         let dy = call.dy.view::<P::Memory, bf16>().checked()?;
         let args = BackwardArgs { dy, random: call.seed, dw: None, trace: None };
         let made = mlp.backward_delayed_view(backend, &saved, args)?;
@@ -100,9 +101,12 @@ fn at<'py, P: Place>(
         Ok((made, groups))
     })?;
     let gradients = give(py, place, mlp, rows, gradients)?;
-    let Backward { dy, x, saved: [_, h, xc, xs, xa, hc, hs, ha], .. } = call;
-    let dy = (plan.saved_x == SavedAs::Bf16).then_some(dy);
-    let kept = Kept { tensors, plan, groups, dy, x: [x, xc, xs, xa], h: [h, hc, hs, ha] };
+    let Backward { plan, dy, x, saved, .. } = call;
+    let (dy, x) = match plan.saved_x {
+        SavedAs::Bf16 => (Some(dy), vec![x]),
+        _ => (None, saved.x),
+    };
+    let kept = Kept { tensors, plan, groups, dy, x, h: saved.h };
     Ok((gradients, kept))
 }
 
@@ -152,8 +156,8 @@ fn run_at<P: Place>(
     place.run(py, |backend| {
         let parts = WgradParts {
             dy: dy.as_ref().map(Tensor::view::<P::Memory, bf16>).transpose().checked()?,
-            x: rebuild::<P::Memory>(plan.saved_x, x.each_ref(), &groups, config.hidden).checked()?,
-            h: rebuild::<P::Memory>(plan.saved_h, h.each_ref(), &groups, config.ffn).checked()?,
+            x: rebuild::<P::Memory>(plan.saved_x, &x, &groups, config.hidden).checked()?,
+            h: rebuild::<P::Memory>(plan.saved_h, &h, &groups, config.ffn).checked()?,
         };
         let dw = weight_grads::<P::Memory>(&mut dw, config.experts, accumulate).checked()?;
         Ok(tensors.run(backend, parts, dw)?)

@@ -1,10 +1,12 @@
 //! The grouped MLP, forward and backward, over tensors that torch keeps.
 //!
 //! What the backward needs travels as torch tensors, so that autograd, checkpointing and memory accounting see it. The
-//! forward returns `y` and eight more, `c, h, x_codes, x_scales, x_amax, h_codes, h_scales, h_amax`; one that the plan
-//! does not save is `None` here and an empty tensor in Python. Columnwise codes and scales are flat and long enough
+//! forward returns `y` and those of `c, h, x_codes, x_scales, x_amax, h_codes, h_scales, h_amax` that the plan saves, in
+//! this order; [`SavedList`] finds them again. Columnwise codes and scales are flat and long enough
 //! for any splits, `[H · Tb/2]` and `[H · Tb/16]` with `Tb` = [`Groups::most_padded_rows`], since their true length depends on the
 //! values of the splits, which a compiler that traces shapes does not know.
+
+use std::slice;
 
 use half::bf16;
 use moe4::kernels::{Buffer, Extent};
@@ -151,7 +153,7 @@ pub(crate) fn forward<'py>(
     b2: Option<&Object<'py>>,
     input: bool,
     weights: bool,
-) -> PyResult<Vec<Option<Object<'py>>>> {
+) -> PyResult<Vec<Object<'py>>> {
     let mlp = parse(options)?;
     let (tokens, params) =
         ([Tensor::new("x", x)?, Tensor::new("prob", prob)?], Weights::new(&w1, &w2, b1, b2)?);
@@ -169,7 +171,7 @@ fn forward_at<'py, P: Place>(
     splits: &Object<'py>,
     params: &Weights,
     needs: Needs,
-) -> PyResult<Vec<Option<Object<'py>>>> {
+) -> PyResult<Vec<Object<'py>>> {
     let config = mlp.config();
     let [t, hidden] = x.dims()?;
     x.expect(&[t, config.hidden])?;
@@ -188,56 +190,94 @@ fn forward_at<'py, P: Place>(
         Ok(mlp.forward_view(backend, args)?)
     })?;
     let ForwardTensors { y, c, x, h } = out;
-    let experts = config.experts;
-    let [xc, xs, xa] = parts(py, place, x, hidden, t, experts)?;
-    let (h_plain, h) = match h {
-        SavedTensor::Bf16(h) => (Some(place.hand_over(py, h, &[t, config.ffn])?), SavedTensor::Nothing),
-        other => (None, other),
+    let mut outputs = vec![place.hand_over(py, y, &[t, hidden])?];
+    if let Some(c) = c {
+        outputs.push(place.hand_over(py, c, &[t, config.fc1_rows()])?);
+    }
+    let h = match h {
+        SavedTensor::Bf16(h) => {
+            outputs.push(place.hand_over(py, h, &[t, config.ffn])?);
+            SavedTensor::Nothing
+        }
+        other => other,
     };
-    let [hc, hs, ha] = parts(py, place, h, config.ffn, t, experts)?;
-    let c = c.map(|c| place.hand_over(py, c, &[t, config.fc1_rows()])).transpose()?;
-    Ok(vec![Some(place.hand_over(py, y, &[t, hidden])?), c, h_plain, xc, xs, xa, hc, hs, ha])
+    for (saved, cols) in [(x, hidden), (h, config.ffn)] {
+        give_saved(py, place, saved, cols, t, config.experts, &mut outputs)?;
+    }
+    Ok(outputs)
 }
 
 /// Codes, scales and amax, as far as they were saved.
-fn parts<'py, P: Place>(
+fn give_saved<'py, P: Place>(
     py: Python<'py>,
     place: &P,
     saved: SavedTensor<P::Memory>,
     cols: usize,
     rows: usize,
     experts: usize,
-) -> PyResult<[Option<Object<'py>>; 3]> {
-    let flat = |mut buffer: Buffer<P::Memory, u8>, len: usize| {
-        P::Memory::resize(&mut buffer, len);
-        place.hand_over(py, buffer, &[len])
-    };
+    outputs: &mut Vec<Object<'py>>,
+) -> PyResult<()> {
     match saved {
         SavedTensor::Columnwise(Packed(Nvfp4 { codes, scales, amax })) => {
             let shape = OperandShape { rows: cols, k: Groups::most_padded_rows(experts, rows) };
-            Ok([
-                Some(flat(codes, shape.code_bytes())?),
-                Some(flat(scales, shape.scale_bytes())?),
-                Some(place.hand_over(py, amax, &[experts])?),
-            ])
+            for (mut flat, len) in [(codes, shape.code_bytes()), (scales, shape.scale_bytes())] {
+                P::Memory::resize(&mut flat, len);
+                outputs.push(place.hand_over(py, flat, &[len])?);
+            }
+            outputs.push(place.hand_over(py, amax, &[experts])?);
         }
-        SavedTensor::Amax(amax) => Ok([None, None, Some(place.hand_over(py, amax, &[experts])?)]),
-        SavedTensor::Nothing | SavedTensor::Bf16(_) => Ok([None, None, None]),
+        SavedTensor::Amax(amax) => outputs.push(place.hand_over(py, amax, &[experts])?),
+        SavedTensor::Nothing | SavedTensor::Bf16(_) => {}
+    }
+    Ok(())
+}
+
+/// The tensors that a forward left, by what they are.
+pub(crate) struct SavedList {
+    c: Tensor,
+    /// Its parts; `x` in BF16 is an argument.
+    pub(crate) x: Vec<Tensor>,
+    pub(crate) h: Vec<Tensor>,
+}
+
+impl SavedList {
+    /// From the tensors behind `y`, in the order of a forward.
+    fn new(saved: &[Object<'_>], plan: &Plan) -> PyResult<Self> {
+        let parts = |form| match form {
+            SavedAs::Nothing => 0,
+            SavedAs::Columnwise => 3,
+            SavedAs::Amax | SavedAs::Bf16 => 1,
+        };
+        let of_x = if plan.saved_x == SavedAs::Bf16 { 0 } else { parts(plan.saved_x) };
+        let expected = 1 + of_x + parts(plan.saved_h);
+        let mut tensors = Tensor::list("saved", saved)?.into_iter();
+        if tensors.len() != expected {
+            let got = tensors.len();
+            let message = format!("saved: expected the {expected} tensors that a forward saves, got {got}");
+            return Err(PyValueError::new_err(message));
+        }
+        let c = tensors.next().expect("is one of them");
+        // A plain `h` comes before the parts of `x`; where it is saved, `x` has none.
+        Ok(Self { c, x: tensors.by_ref().take(of_x).collect(), h: tensors.collect() })
+    }
+
+    fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        [&self.c].into_iter().chain(&self.x).chain(&self.h)
     }
 }
 
-/// A saved tensor from its parts `[plain, codes, scales, amax]`.
+/// A saved tensor from its parts.
 pub(crate) fn rebuild<'a, M: Exchange>(
     form: SavedAs,
-    [plain, codes, scales, amax]: [&'a Tensor; 4],
+    parts: &'a [Tensor],
     groups: &M::Groups,
     cols: usize,
 ) -> PyResult<SavedTensorView<'a, M>> {
-    match form {
-        SavedAs::Nothing => Ok(SavedTensorView::Nothing),
-        SavedAs::Amax => Ok(SavedTensorView::Amax(amax.view::<M, f32>()?)),
-        SavedAs::Bf16 => Ok(SavedTensorView::Bf16(plain.view::<M, bf16>()?)),
-        SavedAs::Columnwise => {
+    match (form, parts) {
+        (SavedAs::Nothing, _) => Ok(SavedTensorView::Nothing),
+        (SavedAs::Amax, [amax]) => Ok(SavedTensorView::Amax(amax.view::<M, f32>()?)),
+        (SavedAs::Bf16, [plain]) => Ok(SavedTensorView::Bf16(plain.view::<M, bf16>()?)),
+        (SavedAs::Columnwise, [codes, scales, amax]) => {
             let most = Groups::most_padded_rows(groups.experts(), groups.rows());
             let bounded = OperandShape { rows: cols, k: most };
             codes.expect(&[bounded.code_bytes()])?;
@@ -249,6 +289,7 @@ pub(crate) fn rebuild<'a, M: Exchange>(
                 amax: amax.view::<M, f32>()?,
             }))
         }
+        (form, parts) => unreachable!("{} parts of {form:?}: counted when they came", parts.len()),
     }
 }
 
@@ -276,7 +317,8 @@ pub(crate) fn backward<'py>(
     weights: bool,
 ) -> PyResult<Vec<Option<Object<'py>>>> {
     let mlp = parse(options)?;
-    let call = Backward::new([dy, x, prob, seed], [&w1, &w2], [b1, b2], &saved, [input, weights])?;
+    let plan = mlp.plan(needs(input, weights));
+    let call = Backward::new(plan, [dy, x, prob, seed], [&w1, &w2], [b1, b2], &saved)?;
     let dw = [Tensor::list("dw1", &dw1)?, Tensor::list("dw2", &dw2)?];
     let device = common_device(call.tensors().chain(dw.iter().flatten()))?;
     dispatch!(py, device, place => backward_at(py, &place, &mlp, splits, &call, dw, accumulate))
@@ -284,40 +326,37 @@ pub(crate) fn backward<'py>(
 
 /// What a backward reads.
 pub(crate) struct Backward {
+    pub(crate) plan: Plan,
     pub(crate) dy: Tensor,
     pub(crate) x: Tensor,
     prob: Tensor,
     params: Weights,
-    pub(crate) saved: [Tensor; 8],
+    pub(crate) saved: SavedList,
     pub(crate) seed: RandomSeed,
-    pub(crate) needs: Needs,
 }
 
 impl Backward {
     pub(crate) fn new(
+        plan: Plan,
         [dy, x, prob, seed]: [&Object<'_>; 4],
         [w1, w2]: [&[Object<'_>]; 2],
         [b1, b2]: [Option<&Object<'_>>; 2],
         saved: &[Object<'_>],
-        [input, weights]: [bool; 2],
     ) -> PyResult<Self> {
-        let saved = <[Tensor; 8]>::try_from(Tensor::list("saved", saved)?).map_err(|saved| {
-            PyValueError::new_err(format!("saved: expected the 8 tensors of a forward, got {}", saved.len()))
-        })?;
         Ok(Self {
             dy: Tensor::new("dy", dy)?,
             x: Tensor::new("x", x)?,
             prob: Tensor::new("prob", prob)?,
             params: Weights::new(w1, w2, b1, b2)?,
-            saved,
+            saved: SavedList::new(saved, &plan)?,
             seed: read_seed(seed)?,
-            needs: needs(input, weights),
+            plan,
         })
     }
 
     /// All that is read.
     pub(crate) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
-        [&self.dy, &self.prob, &self.x].into_iter().chain(&self.saved).chain(self.params.tensors())
+        [&self.dy, &self.prob, &self.x].into_iter().chain(self.saved.tensors()).chain(self.params.tensors())
     }
 
     /// `T`.
@@ -331,20 +370,23 @@ impl Backward {
     pub(crate) fn parts<'a, M: Exchange>(
         &'a self,
         mlp: &GroupedMlp,
-        plan: &Plan,
         groups: &'a M::Groups,
     ) -> PyResult<SavedParts<'a, M>> {
-        let [c, h, xc, xs, xa, hc, hs, ha] = &self.saved;
-        let config = mlp.config();
+        let (config, plan, saved) = (mlp.config(), &self.plan, &self.saved);
         Ok(SavedParts {
             groups,
             weights: self.params.view::<M>(mlp)?,
-            c: c.view::<M, bf16>()?,
+            c: saved.c.view::<M, bf16>()?,
             prob: self.prob.view::<M, f32>()?,
-            x: rebuild::<M>(plan.saved_x, [&self.x, xc, xs, xa], groups, config.hidden)?,
-            h: rebuild::<M>(plan.saved_h, [h, hc, hs, ha], groups, config.ffn)?,
+            x: rebuild::<M>(plan.saved_x, x_parts(plan, &self.x, &saved.x), groups, config.hidden)?,
+            h: rebuild::<M>(plan.saved_h, &saved.h, groups, config.ffn)?,
         })
     }
+}
+
+/// What was saved of `x`: in BF16 itself, else parts.
+fn x_parts<'a>(plan: &Plan, x: &'a Tensor, parts: &'a [Tensor]) -> &'a [Tensor] {
+    if plan.saved_x == SavedAs::Bf16 { slice::from_ref(x) } else { parts }
 }
 
 fn backward_at<'py, P: Place>(
@@ -356,7 +398,7 @@ fn backward_at<'py, P: Place>(
     mut dw: [Vec<Tensor>; 2],
     accumulate: bool,
 ) -> PyResult<Vec<Option<Object<'py>>>> {
-    let plan = mlp.plan(call.needs);
+    let needs = call.plan.needs;
     let rows = call.rows(mlp)?;
     let splits = Splits::new(Some(splits), rows, call.dy.device())?;
     let written: Vec<&Tensor> = dw.iter().flatten().collect();
@@ -364,9 +406,9 @@ fn backward_at<'py, P: Place>(
 
     let gradients = place.run(py, |backend| {
         let groups = P::groups_for_any(backend, &splits)?;
-        let parts = call.parts::<P::Memory>(mlp, &plan, &groups).checked()?;
-        let saved = mlp.saved_view::<P::Memory>(call.needs, parts)?;
-        let dw = match call.needs.weights {
+        let parts = call.parts::<P::Memory>(mlp, &groups).checked()?;
+        let saved = mlp.saved_view::<P::Memory>(needs, parts)?;
+        let dw = match needs.weights {
             true => Some(weight_grads::<P::Memory>(&mut dw, mlp.config().experts, accumulate).checked()?),
             false => None,
         };

@@ -51,7 +51,7 @@ def forward(
     b2: Optional[Tensor],
     input: bool,
     weights: bool,
-) -> list[Optional[Tensor]]: ...
+) -> list[Tensor]: ...
 def backward(
     options: str,
     dy: Tensor,

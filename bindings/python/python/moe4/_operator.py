@@ -5,8 +5,8 @@ Three operators are registered, so that ``torch.compile`` and ``torch.export`` t
 ==============================  ===============================================================================
 ``moe4::quantize_weights``      BF16 weights to codes, scales, amax, and on a GPU the BF16 values of the codes, which
                                 its products read
-``moe4::grouped_mlp_forward``   ``[y, c, h, x_codes, x_scales, x_amax, h_codes, h_scales, h_amax]``; what the plan
-                                does not save is an empty tensor
+``moe4::grouped_mlp_forward``   ``y`` and those of ``c, h, x_codes, x_scales, x_amax, h_codes, h_scales, h_amax``
+                                that the plan saves
 ``moe4::grouped_mlp_backward``  ``[dx, dprob, db1, db2, *dw1, *dw2]``; what is not wanted is an empty tensor
 ==============================  ===============================================================================
 
@@ -127,7 +127,7 @@ def _forward(
     input: bool,
     weights: bool,
 ) -> list[Tensor]:
-    return _or_empty(_moe4.forward(options, x, prob, splits, w1, w2, b1, b2, input, weights), x)
+    return _moe4.forward(options, x, prob, splits, w1, w2, b1, b2, input, weights)
 
 
 @_fake("grouped_mlp_forward")
@@ -147,23 +147,19 @@ def _forward_fake(
     c_saved, x_form, h_form = _moe4.saved_forms(options, input, weights)
     rows = x.shape[0]
 
-    def parts(form: str, cols: int) -> list[Optional[Tensor]]:
-        bound = (rows + (_BLOCK - 1) * shape.experts) // _BLOCK * _BLOCK
-        columnwise, amax = form == "columnwise", form in ("columnwise", "amax")
-        return [
-            x.new_empty(cols * (bound // 2), dtype=torch.uint8) if columnwise else None,
-            x.new_empty(cols * (bound // _BLOCK), dtype=torch.uint8) if columnwise else None,
-            x.new_empty(shape.experts, dtype=torch.float32) if amax else None,
-        ]
-
-    tensors = [
-        x.new_empty((rows, shape.hidden)),
-        x.new_empty((rows, shape.fc1_rows)) if c_saved else None,
-        x.new_empty((rows, shape.ffn)) if h_form == "bf16" else None,
-        *parts(x_form, shape.hidden),
-        *parts(h_form, shape.ffn),
-    ]
-    return _or_empty(tensors, x)
+    tensors = [x.new_empty((rows, shape.hidden))]
+    if c_saved:
+        tensors.append(x.new_empty((rows, shape.fc1_rows)))
+    if h_form == "bf16":
+        tensors.append(x.new_empty((rows, shape.ffn)))
+    bound = (rows + (_BLOCK - 1) * shape.experts) // _BLOCK * _BLOCK
+    for form, cols in ((x_form, shape.hidden), (h_form, shape.ffn)):
+        if form == "columnwise":
+            tensors.append(x.new_empty(cols * (bound // 2), dtype=torch.uint8))
+            tensors.append(x.new_empty(cols * (bound // _BLOCK), dtype=torch.uint8))
+        if form in ("columnwise", "amax"):
+            tensors.append(x.new_empty(shape.experts, dtype=torch.float32))
+    return tensors
 
 
 # --- grouped_mlp_backward
@@ -397,7 +393,7 @@ class _GroupedMLP(torch.autograd.Function):
         read = list(separate or originals)
         half = _QUANTIZED if nvfp4 else n1
         r1, r2 = read[:half], read[half:]
-        outputs: list[Tensor] = torch.ops.moe4.grouped_mlp_forward(
+        outputs: list[Tensor] = torch.ops.moe4.grouped_mlp_forward.default(
             x, prob, splits, r1, r2, b1, b2, options, input, weights
         )
         y, *saved = outputs
@@ -406,7 +402,7 @@ class _GroupedMLP(torch.autograd.Function):
         )
         ctx.originals = originals if fused or later is not None else ()
         ctx.options, ctx.input, ctx.weights, ctx.fused, ctx.later = options, input, weights, fused, later
-        ctx.n1, ctx.n2, ctx.half, ctx.separate = n1, n2, half, len(separate)
+        ctx.n1, ctx.n2, ctx.half, ctx.separate, ctx.saved = n1, n2, half, len(separate), len(saved)
         ctx.packed = (originals[0].dim() == 3) + 2 * (originals[n1].dim() == 3)
         ctx.dtype = originals[0].dtype
         return y
@@ -414,7 +410,7 @@ class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, prob, splits, seed, b1, b2, *rest = ctx.saved_tensors
-        saved, read = rest[:8], rest[8:]
+        saved, read = rest[: ctx.saved], rest[ctx.saved :]
         dy = dy.contiguous()
         weights = [read[: ctx.half], read[ctx.half :]]
         if (ctx.fused or ctx.later is not None) and torch.is_grad_enabled():
@@ -430,13 +426,13 @@ class _GroupedMLP(torch.autograd.Function):
             ctx.later.append(DelayedGradients(handle, w1, w2, ctx.fused, watched))
         elif ctx.fused:
             into = _main_grads(ctx.originals)
-            grads = torch.ops.moe4.grouped_mlp_backward_into(
+            grads = torch.ops.moe4.grouped_mlp_backward_into.default(
                 dy, x, prob, splits, *weights, b1, b2, saved, seed,
                 into[: ctx.n1], into[ctx.n1 :], ctx.options, ctx.input,
             )  # fmt: skip
             dw = [_placeholder(weight) for weight in ctx.originals]
         else:
-            grads = torch.ops.moe4.grouped_mlp_backward(
+            grads = torch.ops.moe4.grouped_mlp_backward.default(
                 dy, x, prob, splits, *weights, b1, b2, saved, seed,
                 ctx.options, ctx.input, ctx.weights, ctx.packed, ctx.dtype,
             )  # fmt: skip
@@ -567,7 +563,7 @@ def apply(
     if not (input or weights):
         half = _QUANTIZED if nvfp4 else len(w1)
         read = list(quantized) or [*w1, *w2]
-        outputs: list[Tensor] = torch.ops.moe4.grouped_mlp_forward(
+        outputs: list[Tensor] = torch.ops.moe4.grouped_mlp_forward.default(
             x, prob, counted, read[:half], read[half:], b1, b2, text, False, False
         )
         return outputs[0]
@@ -591,7 +587,7 @@ def apply(
 def quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes, scales, amax and values of one projection, without gradient."""
     with torch.no_grad():
-        parts: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.moe4.quantize_weights(
+        parts: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.moe4.quantize_weights.default(
             [weight.detach().to(torch.bfloat16).contiguous() for weight in weights]
         )
     return parts
