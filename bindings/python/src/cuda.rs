@@ -110,6 +110,7 @@ impl Place for OnCuda {
         py: Python<'_>,
         work: impl FnOnce(&Interruptible<'_, Cuda>) -> Result<R, Failure> + Send,
     ) -> PyResult<R> {
+        RAISED.take(); // of work that panicked
         let outcome = py.detach(|| {
             let _context = kept_context(self.backend.device()).checked()?;
             self.backend.check_faults().map_err(earlier).checked()?;

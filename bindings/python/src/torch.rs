@@ -84,7 +84,8 @@ impl Torch {
                     (Dtype::I64, find("int64")?),
                     (Dtype::E4m3, find("float8_e4m3fn")?),
                 ],
-                from_dlpack: py.import("torch.utils.dlpack")?.getattr("from_dlpack")?.unbind(),
+                // The one that takes a capsule; torch.utils.dlpack looks for what else an argument may be first.
+                from_dlpack: torch.getattr("_C")?.getattr("_from_dlpack")?.unbind(),
                 get_num_threads: find("get_num_threads")?,
             })
         })

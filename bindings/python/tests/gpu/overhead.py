@@ -51,7 +51,7 @@ def main(device: torch.device) -> None:
 
     rows = {
         "compiled part": lambda: _moe4.forward(text, x, prob, splits, w1, w2, None, None, False, False),
-        "operator": lambda: torch.ops.moe4.grouped_mlp_forward(
+        "operator": lambda: torch.ops.moe4.grouped_mlp_forward.default(
             x, prob, splits, w1, w2, None, None, text, False, False
         ),
         "module": lambda: m(x, splits, prob, weight_version=1),
