@@ -17,10 +17,13 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use moe4::kernels::activation::Activation;
 use moe4::kernels::{Backend, Error, Interruptible};
+use moe4::mlp::GluLayout;
+use moe4_cuda::catalog::{activation_variants, catalog};
 use moe4_cuda::compile::{Compiling, Watch};
 use moe4_cuda::driver::{Allocation, Allocator, CallError, CurrentContext, Device, Event, Stream};
-use moe4_cuda::{Cuda, CudaOptions, DeviceBuffer, DeviceGroups, DeviceMemory};
+use moe4_cuda::{Cuda, CudaOptions, DeviceBuffer, DeviceGroups, DeviceMemory, Products};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -277,6 +280,32 @@ fn watch(event: Compiling<'_>) {
 fn log(py: Python<'_>, message: &str) -> PyResult<()> {
     let logger = py.import("logging")?.call_method1("getLogger", ("moe4",))?;
     logger.call_method1("info", ("%s", message)).map(drop)
+}
+
+/// Compiles and loads what a grouped MLP with this activation needs, on all cores at once.
+#[pyfunction]
+pub(crate) fn compile_kernels(
+    py: Python<'_>,
+    ordinal: usize,
+    activation: &str,
+    glu_layout: &str,
+) -> PyResult<()> {
+    let activation: Activation =
+        activation.parse().map_err(|e| PyValueError::new_err(format!("activation: {e}")))?;
+    let layout: GluLayout =
+        glu_layout.parse().map_err(|e| PyValueError::new_err(format!("glu_layout: {e}")))?;
+    OnCuda::current(py, ordinal)?.run(py, |backend| {
+        let cuda = backend.inner();
+        let hopper = cuda.device().facts().arch.has_wgmma();
+        let products = if hopper { Products::Fastest } else { Products::Portable };
+        let every = catalog().into_iter().map(|entry| entry.variant).filter(|variant| {
+            let product = variant.kernel.contains("gemm") || variant.kernel.contains("wgrad");
+            let act = variant.kernel.ends_with("act");
+            !act && (!product || variant.kernel.starts_with("hopper") == hopper)
+        });
+        let variants: Vec<_> = every.chain(activation_variants(&activation, layout, products)).collect();
+        Ok(cuda.prepare(&variants)?)
+    })
 }
 
 /// Raises what kernels found wrong on a GPU, all work of which is over.

@@ -40,6 +40,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 fn _moe4(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(doctor::doctor, module)?)?;
+    module.add_function(wrap_pyfunction!(cuda::compile_kernels, module)?)?;
     module.add_function(wrap_pyfunction!(cuda::raise_faults, module)?)?;
     module.add_function(wrap_pyfunction!(quantizers::hadamard_amax, module)?)?;
     module.add_function(wrap_pyfunction!(quantizers::group_quantize, module)?)?;

@@ -4,7 +4,7 @@ Shapes: ``T`` tokens, ``E`` experts, ``H`` hidden, ``F`` ffn, ``N1`` outputs of 
 """
 
 from ._checkpoint import ExpertWeights, load_experts, save_experts
-from ._device import synchronize
+from ._device import compile_kernels, synchronize
 from ._doctor import doctor
 from ._experts import GroupedMLP
 from ._functions import (
@@ -25,6 +25,7 @@ __all__ = [
     "MoELayer",
     "QuantizedTensor",
     "__version__",
+    "compile_kernels",
     "dequantize",
     "doctor",
     "group_quantize",

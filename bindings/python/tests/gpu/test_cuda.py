@@ -1,6 +1,6 @@
 """The package on a GPU: results of the CPU, torch's streams, memory, captures and errors.
 
-Kernels are compiled at first use, so that all tests share a few shapes and options.
+Kernels are compiled at first use, so that all tests share a few activations and options.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 import moe4
 import reference
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
 E, T, H, F = 4, 40, 64, 32
 SPLITS = [10, 0, 21, 7]
