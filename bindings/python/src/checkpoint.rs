@@ -15,7 +15,8 @@ use pyo3::PyErr;
 use pyo3::exceptions::{PyKeyboardInterrupt, PyOSError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::exchange::Exchange;
+use crate::cpu::OnCpu;
+use crate::place::Place;
 use crate::tensor::Tensor;
 
 type Object<'py> = Bound<'py, PyAny>;
@@ -112,10 +113,10 @@ pub(crate) fn read_experts<'py>(
                 }
             }
         }
-        b1 = Some(Host::hand_over(py, first, &[e, n1])?);
-        b2 = Some(Host::hand_over(py, second, &[e, h])?);
+        b1 = Some(OnCpu.hand_over(py, first, &[e, n1])?);
+        b2 = Some(OnCpu.hand_over(py, second, &[e, h])?);
     }
-    Ok((Host::hand_over(py, w1, &[e, n1, h])?, Host::hand_over(py, w2, &[e, h, f])?, b1, b2))
+    Ok((OnCpu.hand_over(py, w1, &[e, n1, h])?, OnCpu.hand_over(py, w2, &[e, h, f])?, b1, b2))
 }
 
 /// Writes layers `(prefix, w1, w2, glu_layout)`, bfloat16, one tensor an expert and projection.

@@ -4,17 +4,20 @@
 //! torch's tensors the saved `x` and `h`, in BF16 precision `dy` as well. `c` and the weights can go.
 
 use half::bf16;
-use moe4::kernels::{Backend, Host};
+use moe4::kernels::Host;
 use moe4::mlp::{BackwardArgs, BackwardTensors, GroupedMlp, Plan, SavedAs, WgradParts, WgradTensors};
-use moe4::tensor::Groups;
+use moe4_cuda::DeviceMemory;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
+use crate::cpu::OnCpu;
+use crate::cuda::OnCuda;
 use crate::exchange::Exchange;
 use crate::operator::{Backward, give, rebuild, weight_grads};
-use crate::options::parse;
-use crate::run::{Checked, OnCpu, Place};
-use crate::tensor::{Tensor, expect_disjoint, groups};
+use crate::options::{needs, parse};
+use crate::place::{Checked, Place};
+use crate::splits::Splits;
+use crate::tensor::{Device, Tensor, common_device, expect_disjoint, misplaced};
 
 type Object<'py> = Bound<'py, PyAny>;
 /// `[dx, dprob, db1, db2]`.
@@ -23,17 +26,23 @@ type Given<'py> = Vec<Option<Object<'py>>>;
 /// The weights' gradients of one backward, computed by `run`, once.
 #[pyclass(module = "moe4._moe4")]
 pub(crate) struct DelayedWeightGrads {
-    kept: Option<Kept<Host>>,
+    kept: Option<Anywhere>,
+}
+
+enum Anywhere {
+    Cpu(Box<Kept<Host>>),
+    /// With where it was made.
+    Cuda(Box<Kept<DeviceMemory>>, OnCuda),
 }
 
 struct Kept<M: Exchange> {
     tensors: WgradTensors<M>,
     plan: Plan,
-    groups: Groups,
+    groups: M::Groups,
     /// In BF16 precision.
     dy: Option<Tensor>,
-    x: [Tensor; 4],
-    h: [Tensor; 4],
+    x: Vec<Tensor>,
+    h: Vec<Tensor>,
 }
 
 /// `([dx, dprob, db1, db2], handle)`; arguments are those of `backward`.
@@ -55,32 +64,49 @@ pub(crate) fn backward_delayed<'py>(
     input: bool,
 ) -> PyResult<(Given<'py>, DelayedWeightGrads)> {
     let mlp = parse(options)?;
-    let call = Backward::new([dy, x, prob, seed], [&w1, &w2], [b1, b2], &saved, [input, true])?;
-    let (gradients, kept) = at::<OnCpu>(py, &mlp, splits, call)?;
+    let plan = mlp.plan(needs(input, true));
+    let call = Backward::new(plan, [dy, x, prob, seed], [&w1, &w2], [b1, b2], &saved)?;
+    let (gradients, kept) = match common_device(call.tensors())? {
+        Device::Cpu => {
+            let (gradients, kept) = at(py, &OnCpu, &mlp, splits, call)?;
+            (gradients, Anywhere::Cpu(kept.into()))
+        }
+        Device::Cuda(ordinal) => {
+            let place = OnCuda::current(py, ordinal)?;
+            let (gradients, kept) = at(py, &place, &mlp, splits, call)?;
+            (gradients, Anywhere::Cuda(kept.into(), place))
+        }
+    };
     Ok((gradients, DelayedWeightGrads { kept: Some(kept) }))
 }
 
 fn at<'py, P: Place>(
     py: Python<'py>,
+    place: &P,
     mlp: &GroupedMlp,
     splits: &Object<'py>,
     call: Backward,
 ) -> PyResult<(Given<'py>, Kept<P::Memory>)> {
-    let plan = mlp.plan(call.needs);
+    let needs = call.plan.needs;
     let rows = call.rows(mlp)?;
-    let groups = groups(Some(splits), rows)?;
-    let BackwardTensors { gradients, weights: tensors } = P::run(py, |backend| {
-        let on_device = backend.groups(&groups)?;
-        let parts = call.parts::<P::Memory>(mlp, &plan, &groups, &on_device).checked()?;
-        let saved = mlp.saved_view::<P::Memory>(call.needs, parts)?;
+    let splits = Splits::new(Some(splits), rows, call.dy.device())?;
+    let (BackwardTensors { gradients, weights: tensors }, groups) = place.run(py, |backend| {
+        let groups = P::groups_for_any(backend, &splits)?;
+        let parts = call.parts::<P::Memory>(mlp, &groups).checked()?;
+        let saved = mlp.saved_view::<P::Memory>(needs, parts)?;
         let dy = call.dy.view::<P::Memory, bf16>().checked()?;
         let args = BackwardArgs { dy, random: call.seed, dw: None, trace: None };
-        Ok(mlp.backward_delayed_view(backend, &saved, args)?)
+        let made = mlp.backward_delayed_view(backend, &saved, args)?;
+        drop(saved);
+        Ok((made, groups))
     })?;
-    let gradients = give::<P::Memory>(py, mlp, rows, gradients)?;
-    let Backward { dy, x, saved: [_, h, xc, xs, xa, hc, hs, ha], .. } = call;
-    let dy = (plan.saved_x == SavedAs::Bf16).then_some(dy);
-    let kept = Kept { tensors, plan, groups, dy, x: [x, xc, xs, xa], h: [h, hc, hs, ha] };
+    let gradients = give(py, place, mlp, rows, gradients)?;
+    let Backward { plan, dy, x, saved, .. } = call;
+    let (dy, x) = match plan.saved_x {
+        SavedAs::Bf16 => (Some(dy), vec![x]),
+        _ => (None, saved.x),
+    };
+    let kept = Kept { tensors, plan, groups, dy, x, h: saved.h };
     Ok((gradients, kept))
 }
 
@@ -98,12 +124,28 @@ impl DelayedWeightGrads {
         let kept = self.kept.take().ok_or_else(|| {
             PyRuntimeError::new_err("delayed weight gradients: expected one run, got another")
         })?;
-        run_at::<OnCpu>(py, kept, dw, accumulate)
+        let device = common_device(dw.iter().flatten())?;
+        match (kept, device) {
+            (Anywhere::Cpu(kept), Device::Cpu) => run_at(py, &OnCpu, *kept, dw, accumulate),
+            (Anywhere::Cuda(kept, made_at), Device::Cuda(ordinal)) if made_at.ordinal() == ordinal => {
+                let place = OnCuda::current(py, ordinal)?;
+                place.after(&made_at, || run_at(py, &place, *kept, dw, accumulate))
+            }
+            (kept, device) => {
+                let made_at = match &kept {
+                    Anywhere::Cpu(_) => Device::Cpu,
+                    Anywhere::Cuda(_, place) => Device::Cuda(place.ordinal()),
+                };
+                self.kept = Some(kept);
+                Err(misplaced("dw1[0]", device, made_at))
+            }
+        }
     }
 }
 
 fn run_at<P: Place>(
     py: Python<'_>,
+    place: &P,
     Kept { tensors, plan, groups, dy, x, h }: Kept<P::Memory>,
     mut dw: [Vec<Tensor>; 2],
     accumulate: bool,
@@ -111,11 +153,11 @@ fn run_at<P: Place>(
     let written: Vec<&Tensor> = dw.iter().flatten().collect();
     expect_disjoint(&written, dy.iter().chain(&x).chain(&h))?;
     let config = &plan.config;
-    P::run(py, |backend| {
+    place.run(py, |backend| {
         let parts = WgradParts {
             dy: dy.as_ref().map(Tensor::view::<P::Memory, bf16>).transpose().checked()?,
-            x: rebuild::<P::Memory>(plan.saved_x, x.each_ref(), &groups, config.hidden).checked()?,
-            h: rebuild::<P::Memory>(plan.saved_h, h.each_ref(), &groups, config.ffn).checked()?,
+            x: rebuild::<P::Memory>(plan.saved_x, &x, &groups, config.hidden).checked()?,
+            h: rebuild::<P::Memory>(plan.saved_h, &h, &groups, config.ffn).checked()?,
         };
         let dw = weight_grads::<P::Memory>(&mut dw, config.experts, accumulate).checked()?;
         Ok(tensors.run(backend, parts, dw)?)

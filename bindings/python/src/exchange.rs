@@ -1,15 +1,16 @@
-//! Memory that torch and moe4 share: views of torch's tensors on the way in, buffers handed over on the way out.
-//!
-//! One implementation for each kind of memory; the functions are written against [`Exchange`] alone.
+//! Views of torch's tensors, for each kind of memory. The way back, a buffer that becomes a tensor, is
+//! [`Place::hand_over`](crate::place::Place::hand_over).
 
 use moe4::kernels::{Buffer, Element, Host, Memory, View, ViewMut};
-use pyo3::prelude::*;
+use moe4_cuda::{DeviceBuffer, DeviceMemory, DeviceView, DeviceViewMut};
 
-use crate::dlpack;
-use crate::torch::{Handed, Torch};
+use crate::tensor::Device;
 
 /// A kind of memory that torch's tensors can be in.
 pub(crate) trait Exchange: Memory {
+    /// Whether a tensor on `device` is in this memory.
+    fn is_of(device: Device) -> bool;
+
     /// `len` elements at `address`.
     ///
     /// # Safety
@@ -22,21 +23,18 @@ pub(crate) trait Exchange: Memory {
     /// Those of [`Exchange::borrow`], and nobody else reads them.
     unsafe fn borrow_mut<'a, T: Element>(address: usize, len: usize) -> ViewMut<'a, Self, T>;
 
-    /// A torch tensor that owns the buffer from now on.
+    /// A buffer with room for any splits, of `len` elements: the host fills it up with zeros, a device made it so.
     ///
     /// # Panics
-    /// If `shape` has not as many elements as the buffer.
-    fn hand_over<'py, T: Handed>(
-        py: Python<'py>,
-        buffer: Buffer<Self, T>,
-        shape: &[usize],
-    ) -> PyResult<Bound<'py, PyAny>>;
-
-    /// A buffer of `len` elements or more, cut or filled up with zeros.
+    /// If a device did not.
     fn resize<T: Element>(buffer: &mut Buffer<Self, T>, len: usize);
 }
 
 impl Exchange for Host {
+    fn is_of(device: Device) -> bool {
+        device == Device::Cpu
+    }
+
     unsafe fn borrow<'a, T: Element>(address: usize, len: usize) -> &'a [T] {
         if len == 0 {
             return &[]; // torch's address of an empty tensor is null
@@ -53,20 +51,27 @@ impl Exchange for Host {
         unsafe { std::slice::from_raw_parts_mut(address as *mut T, len) }
     }
 
-    fn hand_over<'py, T: Handed>(
-        py: Python<'py>,
-        mut buffer: Vec<T>,
-        shape: &[usize],
-    ) -> PyResult<Bound<'py, PyAny>> {
-        assert_eq!(buffer.len(), shape.iter().product::<usize>(), "a buffer of shape {shape:?}");
-        let data = buffer.as_mut_ptr().cast();
-        // SAFETY: the elements of a vector stay where they are when the vector moves into its box, which owns them
-        // alone from now on; the length was checked.
-        let capsule = unsafe { dlpack::capsule::<T>(py, data, shape, dlpack::CPU, Box::new(buffer))? };
-        Torch::get(py)?.unpack(capsule)
-    }
-
     fn resize<T: Element>(buffer: &mut Vec<T>, len: usize) {
         buffer.resize(len, T::default());
+    }
+}
+
+impl Exchange for DeviceMemory {
+    fn is_of(device: Device) -> bool {
+        matches!(device, Device::Cuda(_))
+    }
+
+    unsafe fn borrow<'a, T: Element>(address: usize, len: usize) -> DeviceView<'a, T> {
+        // SAFETY: by the contract.
+        unsafe { DeviceView::from_raw(address as u64, len) }
+    }
+
+    unsafe fn borrow_mut<'a, T: Element>(address: usize, len: usize) -> DeviceViewMut<'a, T> {
+        // SAFETY: by the contract.
+        unsafe { DeviceViewMut::from_raw(address as u64, len) }
+    }
+
+    fn resize<T: Element>(buffer: &mut DeviceBuffer<T>, len: usize) {
+        assert_eq!(buffer.view().len(), len, "room for any splits");
     }
 }

@@ -6,14 +6,17 @@
 //! | file | what |
 //! |---|---|
 //! | `torch` | the objects of torch that are needed, looked up once |
-//! | `tensor` | a torch tensor, checked: name, dtype, shape, device |
-//! | `exchange` | memory that torch and moe4 share: borrowing in, handing over out |
-//! | `dlpack` | the capsule in which a tensor is handed over |
-//! | `run` | threads, and Ctrl-C while they work |
+//! | `tensor`, `splits` | a torch tensor, checked: name, dtype, shape, device |
+//! | `exchange` | torch's tensors as views of each kind of memory |
+//! | `place` | what a function needs of a device: a backend, and results as tensors |
+//! | `cpu` | threads, and Ctrl-C while they work; `dlpack` hands over their results |
+//! | `cuda` | torch's streams and torch's memory on a GPU |
 //! | `options` | the operator's configuration as text |
 //! | `quantizers`, `operator`, `delayed`, `checkpoint`, `doctor` | the functions |
 
 mod checkpoint;
+mod cpu;
+mod cuda;
 mod delayed;
 mod dlpack;
 mod doctor;
@@ -21,8 +24,9 @@ mod error;
 mod exchange;
 mod operator;
 mod options;
+mod place;
 mod quantizers;
-mod run;
+mod splits;
 mod tensor;
 mod torch;
 
@@ -36,6 +40,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 fn _moe4(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(doctor::doctor, module)?)?;
+    module.add_function(wrap_pyfunction!(cuda::compile_kernels, module)?)?;
+    module.add_function(wrap_pyfunction!(cuda::raise_faults, module)?)?;
     module.add_function(wrap_pyfunction!(quantizers::hadamard_amax, module)?)?;
     module.add_function(wrap_pyfunction!(quantizers::group_quantize, module)?)?;
     module.add_function(wrap_pyfunction!(quantizers::quantize_weights, module)?)?;

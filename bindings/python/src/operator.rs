@@ -1,19 +1,20 @@
 //! The grouped MLP, forward and backward, over tensors that torch keeps.
 //!
 //! What the backward needs travels as torch tensors, so that autograd, checkpointing and memory accounting see it. The
-//! forward returns `y` and eight more, `c, h, x_codes, x_scales, x_amax, h_codes, h_scales, h_amax`; one that the plan
-//! does not save is `None` here and an empty tensor in Python. Columnwise codes and scales are flat and long enough
-//! for any splits, `[H · Tb/2]` and `[H · Tb/16]` with `Tb` = [`bound`], since their true length depends on the
+//! forward returns `y` and those of `c, h, x_codes, x_scales, x_amax, h_codes, h_scales, h_amax` that the plan saves, in
+//! this order; [`SavedList`] finds them again. Columnwise codes and scales are flat and long enough
+//! for any splits, `[H · Tb/2]` and `[H · Tb/16]` with `Tb` = [`Groups::most_padded_rows`], since their true length depends on the
 //! values of the splits, which a compiler that traces shapes does not know.
 
+use std::slice;
+
 use half::bf16;
-use moe4::kernels::{Backend, Buffer};
+use moe4::kernels::{Buffer, Extent};
 use moe4::mlp::{
     BackwardArgs, Biases, ForwardTensors, ForwardViewArgs, GradBuffers, GradMode, Gradients, GroupedMlp,
-    Needs, Packed, PackedView, Plan, Precision, RandomSeed, SavedAs, SavedParts, SavedTensor,
-    SavedTensorView, WeightGrad, WeightGrads, WeightSource, WeightsView,
+    Needs, Nvfp4Weights, Packed, Plan, Precision, RandomSeed, SavedAs, SavedParts, SavedTensor,
+    SavedTensorView, WeightGrad, WeightGrads, WeightShape, WeightSource, WeightsView,
 };
-use moe4::numerics::BLOCK;
 use moe4::tensor::{Groups, Nvfp4, OperandShape};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -21,9 +22,9 @@ use pyo3::prelude::*;
 use crate::error::raise;
 use crate::exchange::Exchange;
 use crate::options::{needs, parse};
-use crate::quantizers::weight_views;
-use crate::run::{Checked, OnCpu, Place};
-use crate::tensor::{Tensor, expect_disjoint, groups};
+use crate::place::{Checked, Place, dispatch};
+use crate::splits::Splits;
+use crate::tensor::{Tensor, common_device, expect_disjoint};
 use crate::torch::Dtype;
 
 type Object<'py> = Bound<'py, PyAny>;
@@ -57,13 +58,8 @@ pub(crate) fn saved_forms(
     Ok((plan.saved_c, form(plan.saved_x), form(plan.saved_h)))
 }
 
-/// Token positions that hold any splits of `rows` over `experts`: each expert wastes at most 15.
-fn bound(rows: usize, experts: usize) -> usize {
-    (rows + (BLOCK - 1) * experts) / BLOCK * BLOCK
-}
-
-/// Weights as they come: quantized `[codes, scales, amax]` of both projections, or BF16 tensors, packed or one an
-/// expert.
+/// Weights as they come: quantized `[codes, scales, amax, values]` of both projections, `values` empty where there are
+/// none, or BF16 tensors, packed or one an expert.
 struct Weights {
     w1: Vec<Tensor>,
     w2: Vec<Tensor>,
@@ -96,16 +92,13 @@ impl Weights {
             None => None,
         };
         let view = match config.precision {
-            Precision::Nvfp4 => mlp.weights_nvfp4(packed::<M>(&self.w1)?, packed::<M>(&self.w2)?, biases),
+            Precision::Nvfp4 => {
+                mlp.weights_nvfp4(quantized::<M>(&self.w1)?, quantized::<M>(&self.w2)?, biases)
+            }
             Precision::Bf16 => {
-                for (weights, shape) in [&self.w1, &self.w2].into_iter().zip(mlp.weight_shapes()) {
-                    match &weights[..] {
-                        [one] if one.shape().len() == 3 => one.expect(&[config.experts, shape.n, shape.k])?,
-                        each => each.iter().try_for_each(|w| w.expect(&[shape.n, shape.k]))?,
-                    }
-                }
-                let [w1, w2] = [&self.w1, &self.w2].map(|w| weight_views::<M>(w, config.experts));
-                mlp.weights_bf16(WeightSource::PerExpert(w1?), WeightSource::PerExpert(w2?), biases)
+                let [s1, s2] = mlp.weight_shapes();
+                let experts = config.experts;
+                mlp.weights_bf16(plain(&self.w1, experts, s1)?, plain(&self.w2, experts, s2)?, biases)
             }
         };
         view.map_err(|e| raise(e.into()))
@@ -116,12 +109,33 @@ impl Weights {
     }
 }
 
-fn packed<M: Exchange>(tensors: &[Tensor]) -> PyResult<PackedView<'_, M>> {
-    let [codes, scales, amax] = tensors else {
-        let message = format!("weights: expected codes, scales and amax, got {} tensors", tensors.len());
+fn quantized<M: Exchange>(tensors: &[Tensor]) -> PyResult<Nvfp4Weights<'_, M>> {
+    let [codes, scales, amax, values] = tensors else {
+        let message =
+            format!("weights: expected codes, scales, amax and values, got {} tensors", tensors.len());
         return Err(PyValueError::new_err(message));
     };
-    Ok(Nvfp4 { codes: codes.view::<M, u8>()?, scales: scales.view::<M, u8>()?, amax: amax.view::<M, f32>()? })
+    let (codes, scales) = (codes.view::<M, u8>()?, scales.view::<M, u8>()?);
+    let unpacked = if values.len() > 0 { Some(values.view::<M, bf16>()?) } else { None };
+    Ok(Nvfp4Weights { packed: Nvfp4 { codes, scales, amax: amax.view::<M, f32>()? }, unpacked })
+}
+
+/// BF16 weights; one tensor stays one, whose experts lie at equal distances.
+fn plain<M: Exchange>(
+    weights: &[Tensor],
+    experts: usize,
+    WeightShape { n, k }: WeightShape,
+) -> PyResult<WeightSource<'_, M>> {
+    match weights {
+        [one] if one.shape().len() == 3 => {
+            one.expect(&[experts, n, k])?;
+            Ok(WeightSource::Packed(one.view::<M, bf16>()?))
+        }
+        each => {
+            each.iter().try_for_each(|w| w.expect(&[n, k]))?;
+            Ok(WeightSource::PerExpert(each.iter().map(Tensor::view::<M, bf16>).collect::<PyResult<_>>()?))
+        }
+    }
 }
 
 /// `y [T, H]` and what the backward needs, see the top of this file.
@@ -139,31 +153,36 @@ pub(crate) fn forward<'py>(
     b2: Option<&Object<'py>>,
     input: bool,
     weights: bool,
-) -> PyResult<Vec<Option<Object<'py>>>> {
+) -> PyResult<Vec<Object<'py>>> {
     let mlp = parse(options)?;
-    let params = Weights::new(&w1, &w2, b1, b2)?;
-    forward_at::<OnCpu>(py, &mlp, [x, prob, splits], &params, needs(input, weights))
+    let (tokens, params) =
+        ([Tensor::new("x", x)?, Tensor::new("prob", prob)?], Weights::new(&w1, &w2, b1, b2)?);
+    let device = common_device(tokens.iter().chain(params.tensors()))?;
+    dispatch!(py, device, place => {
+        forward_at(py, &place, &mlp, &tokens, splits, &params, needs(input, weights))
+    })
 }
 
 fn forward_at<'py, P: Place>(
     py: Python<'py>,
+    place: &P,
     mlp: &GroupedMlp,
-    [x, prob, splits]: [&Object<'py>; 3],
+    [x, prob]: &[Tensor; 2],
+    splits: &Object<'py>,
     params: &Weights,
     needs: Needs,
-) -> PyResult<Vec<Option<Object<'py>>>> {
-    let (x, prob) = (Tensor::new("x", x)?, Tensor::new("prob", prob)?);
+) -> PyResult<Vec<Object<'py>>> {
     let config = mlp.config();
     let [t, hidden] = x.dims()?;
     x.expect(&[t, config.hidden])?;
     prob.expect(&[t])?;
-    let groups = groups(Some(splits), t)?;
-    let out = P::run(py, |backend| {
+    let splits = Splits::new(Some(splits), t, x.device())?;
+    let out = place.run(py, |backend| {
         let view = params.view::<P::Memory>(mlp).checked()?;
         let args = ForwardViewArgs {
             x: x.view::<P::Memory, bf16>().checked()?,
             prob: prob.view::<P::Memory, f32>().checked()?,
-            groups: &backend.groups(&groups)?,
+            groups: &P::groups_for_any(backend, &splits)?,
             weights: &view,
             needs,
             trace: None,
@@ -171,65 +190,106 @@ fn forward_at<'py, P: Place>(
         Ok(mlp.forward_view(backend, args)?)
     })?;
     let ForwardTensors { y, c, x, h } = out;
-    let experts = config.experts;
-    let [xc, xs, xa] = parts::<P::Memory>(py, x, hidden, t, experts)?;
-    let (h_plain, h) = match h {
-        SavedTensor::Bf16(h) => (Some(P::Memory::hand_over(py, h, &[t, config.ffn])?), SavedTensor::Nothing),
-        other => (None, other),
+    let mut outputs = vec![place.hand_over(py, y, &[t, hidden])?];
+    if let Some(c) = c {
+        outputs.push(place.hand_over(py, c, &[t, config.fc1_rows()])?);
+    }
+    let h = match h {
+        SavedTensor::Bf16(h) => {
+            outputs.push(place.hand_over(py, h, &[t, config.ffn])?);
+            SavedTensor::Nothing
+        }
+        other => other,
     };
-    let [hc, hs, ha] = parts::<P::Memory>(py, h, config.ffn, t, experts)?;
-    let c = c.map(|c| P::Memory::hand_over(py, c, &[t, config.fc1_rows()])).transpose()?;
-    Ok(vec![Some(P::Memory::hand_over(py, y, &[t, hidden])?), c, h_plain, xc, xs, xa, hc, hs, ha])
+    for (saved, cols) in [(x, hidden), (h, config.ffn)] {
+        give_saved(py, place, saved, cols, t, config.experts, &mut outputs)?;
+    }
+    Ok(outputs)
 }
 
 /// Codes, scales and amax, as far as they were saved.
-fn parts<'py, M: Exchange>(
+fn give_saved<'py, P: Place>(
     py: Python<'py>,
-    saved: SavedTensor<M>,
+    place: &P,
+    saved: SavedTensor<P::Memory>,
     cols: usize,
     rows: usize,
     experts: usize,
-) -> PyResult<[Option<Object<'py>>; 3]> {
-    let flat = |mut buffer: Buffer<M, u8>, len: usize| {
-        M::resize(&mut buffer, len);
-        M::hand_over(py, buffer, &[len])
-    };
+    outputs: &mut Vec<Object<'py>>,
+) -> PyResult<()> {
     match saved {
         SavedTensor::Columnwise(Packed(Nvfp4 { codes, scales, amax })) => {
-            let shape = OperandShape { rows: cols, k: bound(rows, experts) };
-            Ok([
-                Some(flat(codes, shape.code_bytes())?),
-                Some(flat(scales, shape.scale_bytes())?),
-                Some(M::hand_over(py, amax, &[experts])?),
-            ])
+            let shape = OperandShape { rows: cols, k: Groups::most_padded_rows(experts, rows) };
+            for (mut flat, len) in [(codes, shape.code_bytes()), (scales, shape.scale_bytes())] {
+                P::Memory::resize(&mut flat, len);
+                outputs.push(place.hand_over(py, flat, &[len])?);
+            }
+            outputs.push(place.hand_over(py, amax, &[experts])?);
         }
-        SavedTensor::Amax(amax) => Ok([None, None, Some(M::hand_over(py, amax, &[experts])?)]),
-        SavedTensor::Nothing | SavedTensor::Bf16(_) => Ok([None, None, None]),
+        SavedTensor::Amax(amax) => outputs.push(place.hand_over(py, amax, &[experts])?),
+        SavedTensor::Nothing | SavedTensor::Bf16(_) => {}
+    }
+    Ok(())
+}
+
+/// The tensors that a forward left, by what they are.
+pub(crate) struct SavedList {
+    c: Tensor,
+    /// Its parts; `x` in BF16 is an argument.
+    pub(crate) x: Vec<Tensor>,
+    pub(crate) h: Vec<Tensor>,
+}
+
+impl SavedList {
+    /// From the tensors behind `y`, in the order of a forward.
+    fn new(saved: &[Object<'_>], plan: &Plan) -> PyResult<Self> {
+        let parts = |form| match form {
+            SavedAs::Nothing => 0,
+            SavedAs::Columnwise => 3,
+            SavedAs::Amax | SavedAs::Bf16 => 1,
+        };
+        let of_x = if plan.saved_x == SavedAs::Bf16 { 0 } else { parts(plan.saved_x) };
+        let expected = 1 + of_x + parts(plan.saved_h);
+        let mut tensors = Tensor::list("saved", saved)?.into_iter();
+        if tensors.len() != expected {
+            let got = tensors.len();
+            let message = format!("saved: expected the {expected} tensors that a forward saves, got {got}");
+            return Err(PyValueError::new_err(message));
+        }
+        let c = tensors.next().expect("is one of them");
+        // A plain `h` comes before the parts of `x`; where it is saved, `x` has none.
+        Ok(Self { c, x: tensors.by_ref().take(of_x).collect(), h: tensors.collect() })
+    }
+
+    fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        [&self.c].into_iter().chain(&self.x).chain(&self.h)
     }
 }
 
-/// A saved tensor from its parts `[plain, codes, scales, amax]`.
+/// A saved tensor from its parts.
 pub(crate) fn rebuild<'a, M: Exchange>(
     form: SavedAs,
-    [plain, codes, scales, amax]: [&'a Tensor; 4],
-    groups: &Groups,
+    parts: &'a [Tensor],
+    groups: &M::Groups,
     cols: usize,
 ) -> PyResult<SavedTensorView<'a, M>> {
-    match form {
-        SavedAs::Nothing => Ok(SavedTensorView::Nothing),
-        SavedAs::Amax => Ok(SavedTensorView::Amax(amax.view::<M, f32>()?)),
-        SavedAs::Bf16 => Ok(SavedTensorView::Bf16(plain.view::<M, bf16>()?)),
-        SavedAs::Columnwise => {
-            let bounded = OperandShape { rows: cols, k: bound(groups.rows(), groups.experts()) };
+    match (form, parts) {
+        (SavedAs::Nothing, _) => Ok(SavedTensorView::Nothing),
+        (SavedAs::Amax, [amax]) => Ok(SavedTensorView::Amax(amax.view::<M, f32>()?)),
+        (SavedAs::Bf16, [plain]) => Ok(SavedTensorView::Bf16(plain.view::<M, bf16>()?)),
+        (SavedAs::Columnwise, [codes, scales, amax]) => {
+            let most = Groups::most_padded_rows(groups.experts(), groups.rows());
+            let bounded = OperandShape { rows: cols, k: most };
             codes.expect(&[bounded.code_bytes()])?;
             scales.expect(&[bounded.scale_bytes()])?;
-            let exact = OperandShape::columnwise(groups, cols);
+            let exact = OperandShape { rows: cols, k: groups.padded_rows() };
             Ok(SavedTensorView::Columnwise(Nvfp4 {
                 codes: codes.prefix::<M, u8>(exact.code_bytes())?,
                 scales: scales.prefix::<M, u8>(exact.scale_bytes())?,
                 amax: amax.view::<M, f32>()?,
             }))
         }
+        (form, parts) => unreachable!("{} parts of {form:?}: counted when they came", parts.len()),
     }
 }
 
@@ -257,42 +317,46 @@ pub(crate) fn backward<'py>(
     weights: bool,
 ) -> PyResult<Vec<Option<Object<'py>>>> {
     let mlp = parse(options)?;
-    let call = Backward::new([dy, x, prob, seed], [&w1, &w2], [b1, b2], &saved, [input, weights])?;
+    let plan = mlp.plan(needs(input, weights));
+    let call = Backward::new(plan, [dy, x, prob, seed], [&w1, &w2], [b1, b2], &saved)?;
     let dw = [Tensor::list("dw1", &dw1)?, Tensor::list("dw2", &dw2)?];
-    backward_at::<OnCpu>(py, &mlp, splits, &call, dw, accumulate)
+    let device = common_device(call.tensors().chain(dw.iter().flatten()))?;
+    dispatch!(py, device, place => backward_at(py, &place, &mlp, splits, &call, dw, accumulate))
 }
 
 /// What a backward reads.
 pub(crate) struct Backward {
+    pub(crate) plan: Plan,
     pub(crate) dy: Tensor,
     pub(crate) x: Tensor,
     prob: Tensor,
     params: Weights,
-    pub(crate) saved: [Tensor; 8],
+    pub(crate) saved: SavedList,
     pub(crate) seed: RandomSeed,
-    pub(crate) needs: Needs,
 }
 
 impl Backward {
     pub(crate) fn new(
+        plan: Plan,
         [dy, x, prob, seed]: [&Object<'_>; 4],
         [w1, w2]: [&[Object<'_>]; 2],
         [b1, b2]: [Option<&Object<'_>>; 2],
         saved: &[Object<'_>],
-        [input, weights]: [bool; 2],
     ) -> PyResult<Self> {
-        let saved = <[Tensor; 8]>::try_from(Tensor::list("saved", saved)?).map_err(|saved| {
-            PyValueError::new_err(format!("saved: expected the 8 tensors of a forward, got {}", saved.len()))
-        })?;
         Ok(Self {
             dy: Tensor::new("dy", dy)?,
             x: Tensor::new("x", x)?,
             prob: Tensor::new("prob", prob)?,
             params: Weights::new(w1, w2, b1, b2)?,
-            saved,
+            saved: SavedList::new(saved, &plan)?,
             seed: read_seed(seed)?,
-            needs: needs(input, weights),
+            plan,
         })
+    }
+
+    /// All that is read.
+    pub(crate) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        [&self.dy, &self.prob, &self.x].into_iter().chain(self.saved.tensors()).chain(self.params.tensors())
     }
 
     /// `T`.
@@ -306,66 +370,69 @@ impl Backward {
     pub(crate) fn parts<'a, M: Exchange>(
         &'a self,
         mlp: &GroupedMlp,
-        plan: &Plan,
-        groups: &Groups,
-        on_device: &'a M::Groups,
+        groups: &'a M::Groups,
     ) -> PyResult<SavedParts<'a, M>> {
-        let [c, h, xc, xs, xa, hc, hs, ha] = &self.saved;
-        let config = mlp.config();
+        let (config, plan, saved) = (mlp.config(), &self.plan, &self.saved);
         Ok(SavedParts {
-            groups: on_device,
+            groups,
             weights: self.params.view::<M>(mlp)?,
-            c: c.view::<M, bf16>()?,
+            c: saved.c.view::<M, bf16>()?,
             prob: self.prob.view::<M, f32>()?,
-            x: rebuild::<M>(plan.saved_x, [&self.x, xc, xs, xa], groups, config.hidden)?,
-            h: rebuild::<M>(plan.saved_h, [h, hc, hs, ha], groups, config.ffn)?,
+            x: rebuild::<M>(plan.saved_x, x_parts(plan, &self.x, &saved.x), groups, config.hidden)?,
+            h: rebuild::<M>(plan.saved_h, &saved.h, groups, config.ffn)?,
         })
     }
 }
 
+/// What was saved of `x`: in BF16 itself, else parts.
+fn x_parts<'a>(plan: &Plan, x: &'a Tensor, parts: &'a [Tensor]) -> &'a [Tensor] {
+    if plan.saved_x == SavedAs::Bf16 { slice::from_ref(x) } else { parts }
+}
+
 fn backward_at<'py, P: Place>(
     py: Python<'py>,
+    place: &P,
     mlp: &GroupedMlp,
     splits: &Object<'py>,
     call: &Backward,
     mut dw: [Vec<Tensor>; 2],
     accumulate: bool,
 ) -> PyResult<Vec<Option<Object<'py>>>> {
-    let plan = mlp.plan(call.needs);
+    let needs = call.plan.needs;
     let rows = call.rows(mlp)?;
-    let groups = groups(Some(splits), rows)?;
+    let splits = Splits::new(Some(splits), rows, call.dy.device())?;
     let written: Vec<&Tensor> = dw.iter().flatten().collect();
-    let read = [&call.dy, &call.prob, &call.x].into_iter().chain(&call.saved).chain(call.params.tensors());
-    expect_disjoint(&written, read)?;
+    expect_disjoint(&written, call.tensors())?;
 
-    let gradients = P::run(py, |backend| {
-        let on_device = backend.groups(&groups)?;
-        let parts = call.parts::<P::Memory>(mlp, &plan, &groups, &on_device).checked()?;
-        let saved = mlp.saved_view::<P::Memory>(call.needs, parts)?;
-        let dw = match call.needs.weights {
+    let gradients = place.run(py, |backend| {
+        let groups = P::groups_for_any(backend, &splits)?;
+        let parts = call.parts::<P::Memory>(mlp, &groups).checked()?;
+        let saved = mlp.saved_view::<P::Memory>(needs, parts)?;
+        let dw = match needs.weights {
             true => Some(weight_grads::<P::Memory>(&mut dw, mlp.config().experts, accumulate).checked()?),
             false => None,
         };
         let dy = call.dy.view::<P::Memory, bf16>().checked()?;
         Ok(mlp.backward_view(backend, &saved, BackwardArgs { dy, random: call.seed, dw, trace: None })?)
     })?;
-    give::<P::Memory>(py, mlp, rows, gradients)
+    give(py, place, mlp, rows, gradients)
 }
 
 /// `[dx, dprob, db1, db2]` as torch tensors.
-pub(crate) fn give<'py, M: Exchange>(
+pub(crate) fn give<'py, P: Place>(
     py: Python<'py>,
+    place: &P,
     mlp: &GroupedMlp,
     rows: usize,
-    Gradients { dx, dprob, db1, db2 }: Gradients<M>,
+    Gradients { dx, dprob, db1, db2 }: Gradients<P::Memory>,
 ) -> PyResult<Vec<Option<Object<'py>>>> {
     let config = mlp.config();
-    let give = |buffer: Option<Buffer<M, f32>>, shape: [usize; 2]| {
-        buffer.map(|b| M::hand_over(py, b, &shape)).transpose()
+    let give = |buffer: Option<Buffer<P::Memory, f32>>, shape: [usize; 2]| {
+        buffer.map(|b| place.hand_over(py, b, &shape)).transpose()
     };
     Ok(vec![
-        dx.map(|dx| M::hand_over(py, dx, &[rows, config.hidden])).transpose()?,
-        Some(M::hand_over(py, dprob, &[rows])?),
+        dx.map(|dx| place.hand_over(py, dx, &[rows, config.hidden])).transpose()?,
+        Some(place.hand_over(py, dprob, &[rows])?),
         give(db1, [config.experts, config.fc1_rows()])?,
         give(db2, [config.experts, config.hidden])?,
     ])

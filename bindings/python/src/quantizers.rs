@@ -15,8 +15,9 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::exchange::Exchange;
-use crate::run::{OnCpu, Place};
-use crate::tensor::{Tensor, groups};
+use crate::place::{Place, dispatch};
+use crate::splits::Splits;
+use crate::tensor::{Tensor, common_device};
 
 type Packed<M> = Nvfp4<Buffer<M, u8>, Buffer<M, f32>>;
 type Object<'py> = Bound<'py, PyAny>;
@@ -31,23 +32,24 @@ pub(crate) fn hadamard_amax<'py>(
     splits: Option<&Object<'py>>,
     sign_mask: u16,
 ) -> PyResult<(Object<'py>, Object<'py>)> {
-    hadamard_amax_at::<OnCpu>(py, x, splits, sign_mask)
+    let x = Tensor::new("x", x)?;
+    dispatch!(py, x.device(), place => hadamard_amax_at(py, &place, &x, splits, SignMask(sign_mask)))
 }
 
 fn hadamard_amax_at<'py, P: Place>(
     py: Python<'py>,
-    x: &Object<'py>,
+    place: &P,
+    x: &Tensor,
     splits: Option<&Object<'py>>,
-    sign_mask: u16,
+    sign_mask: SignMask,
 ) -> PyResult<(Object<'py>, Object<'py>)> {
-    let x = Tensor::new("x", x)?;
     let [rows, cols] = x.dims()?;
-    let groups = groups(splits, rows)?;
-    let (experts, view) = (groups.experts(), x.view::<P::Memory, bf16>()?);
-    let (amax, rht) = P::run(py, move |backend| {
-        Ok(amaxes(backend, view, cols, &backend.groups(&groups)?, SignMask(sign_mask))?)
-    })?;
-    Ok((P::Memory::hand_over(py, amax, &[experts])?, P::Memory::hand_over(py, rht, &[experts])?))
+    let splits = Splits::new(splits, rows, x.device())?;
+    let view = x.view::<P::Memory, bf16>()?;
+    let (amax, rht) = place
+        .run(py, |backend| Ok(amaxes(backend, view, cols, &P::groups(backend, &splits)?, sign_mask)?))?;
+    let shape = [splits.experts()];
+    Ok((place.hand_over(py, amax, &shape)?, place.hand_over(py, rht, &shape)?))
 }
 
 type Amaxes<M> = (Buffer<M, f32>, Buffer<M, f32>);
@@ -110,39 +112,39 @@ pub(crate) fn group_quantize<'py>(
     });
     let layout = layout(swizzled);
     let wanted = Wanted { rowwise, columnwise, rht: rht.map(SignMask), rounding, layout };
-    group_quantize_at::<OnCpu>(py, x, splits, wanted, [amax, amax_rht])
+    let x = Tensor::new("x", x)?;
+    let given =
+        |name, object: Option<&Object<'py>>| object.map(|object| Tensor::new(name, object)).transpose();
+    let amaxes = [given("amax", amax)?, given("amax_rht", amax_rht)?];
+    let device = common_device([&x].into_iter().chain(amaxes.iter().flatten()))?;
+    dispatch!(py, device, place => group_quantize_at(py, &place, &x, splits, wanted, &amaxes))
 }
 
 type Pair<'py> = (Option<Copy3<'py>>, Option<Copy3<'py>>);
 
 fn group_quantize_at<'py, P: Place>(
     py: Python<'py>,
-    x: &Object<'py>,
+    place: &P,
+    x: &Tensor,
     splits: Option<&Object<'py>>,
     wanted: Wanted,
-    [amax, amax_rht]: [Option<&Object<'py>>; 2],
+    known: &[Option<Tensor>; 2],
 ) -> PyResult<Pair<'py>> {
-    let x = Tensor::new("x", x)?;
     let [rows, cols] = x.dims()?;
-    let groups = groups(splits, rows)?;
-    let given = |name, object: Option<&Object<'py>>| {
-        let tensor = object.map(|object| Tensor::new(name, object)).transpose()?;
-        tensor.iter().try_for_each(|t| t.expect(&[groups.experts()]))?;
-        Ok::<_, PyErr>(tensor)
-    };
-    let (amax, amax_rht) = (given("amax", amax)?, given("amax_rht", amax_rht)?);
+    let splits = Splits::new(splits, rows, x.device())?;
+    known.iter().flatten().try_for_each(|t| t.expect(&[splits.experts()]))?;
+    let [amax, amax_rht] = known;
     let view = x.view::<P::Memory, bf16>()?;
     let known = [
         amax.as_ref().map(Tensor::view::<P::Memory, f32>).transpose()?,
         amax_rht.as_ref().map(Tensor::view::<P::Memory, f32>).transpose()?,
     ];
-    let held = groups.clone();
-    let [row, column] = P::run(py, move |backend| {
-        Ok(copies(backend, view, cols, &backend.groups(&groups)?, known, wanted)?)
+    let ([row, column], groups) = place.run(py, |backend| {
+        let groups = P::groups(backend, &splits)?;
+        Ok((copies(backend, view, cols, &groups, known, wanted)?, groups))
     })?;
     let give = |copy: Option<Packed<P::Memory>>, direction: Direction| {
-        copy.map(|copy| hand_over::<P::Memory>(py, copy, &direction.shape(&held, cols), wanted.layout))
-            .transpose()
+        copy.map(|copy| hand_over(py, place, copy, direction.shape(&groups, cols), wanted.layout)).transpose()
     };
     Ok((give(row, Direction::Rowwise)?, give(column, Direction::Columnwise)?))
 }
@@ -211,23 +213,38 @@ fn cast<M: Memory>(q: &mut Packed<M>, rounding: Rounding, layout: ScaleLayout) -
     }
 }
 
-/// `(codes [E, n, k/2], scales [E, n, k/16], amax [E])` of weights in 16x16 tiles. `weights` is one bfloat16 tensor
-/// `[E, n, k]`, or one `[n, k]` for each expert.
+/// Codes, block scales, amax, and the values where the backend multiplies those.
+type Tiles<'py> = (Object<'py>, Object<'py>, Object<'py>, Option<Object<'py>>);
+
+/// `(codes [E, n, k/2], scales [E, n, k/16], amax [E], values)` of weights in 16x16 tiles. `weights` is one bfloat16
+/// tensor `[E, n, k]`, or one `[n, k]` for each expert. `values`, bfloat16 `[E, n, k]`, are what the codes stand for,
+/// without the global scale: for a backend whose products read them, if `with_values`.
 #[pyfunction]
-pub(crate) fn quantize_weights<'py>(py: Python<'py>, weights: Vec<Object<'py>>) -> PyResult<Copy3<'py>> {
-    quantize_weights_at::<OnCpu>(py, &weights)
+pub(crate) fn quantize_weights<'py>(
+    py: Python<'py>,
+    weights: Vec<Object<'py>>,
+    with_values: bool,
+) -> PyResult<Tiles<'py>> {
+    let weights = Tensor::list("weights", &weights)?;
+    let device = common_device(&weights)?;
+    dispatch!(py, device, place => quantize_weights_at(py, &place, &weights, with_values))
 }
 
-fn quantize_weights_at<'py, P: Place>(py: Python<'py>, weights: &[Object<'py>]) -> PyResult<Copy3<'py>> {
-    let weights = Tensor::list("weights", weights)?;
-    let (experts, shape) = weight_shape(&weights)?;
-    let views = weight_views::<P::Memory>(&weights, experts)?;
-    let packed = P::run(py, move |backend| Ok(tiles(backend, views, shape)?))?;
+fn quantize_weights_at<'py, P: Place>(
+    py: Python<'py>,
+    place: &P,
+    weights: &[Tensor],
+    with_values: bool,
+) -> PyResult<Tiles<'py>> {
+    let (experts, shape) = weight_shape(weights)?;
+    let views = weight_views::<P::Memory>(weights, experts)?;
+    let (packed, values) = place.run(py, |backend| Ok(tiles(backend, views, shape, with_values)?))?;
     let WeightShape { n, k } = shape;
     Ok((
-        P::Memory::hand_over(py, packed.codes, &[experts, n, k / 2])?,
-        P::Memory::hand_over(py, packed.scales, &[experts, n, k / BLOCK])?,
-        P::Memory::hand_over(py, packed.amax, &[experts])?,
+        place.hand_over(py, packed.codes, &[experts, n, k / 2])?,
+        place.hand_over(py, packed.scales, &[experts, n, k / BLOCK])?,
+        place.hand_over(py, packed.amax, &[experts])?,
+        values.map(|values| place.hand_over(py, values, &[experts, n, k])).transpose()?,
     ))
 }
 
@@ -248,10 +265,7 @@ fn weight_shape(weights: &[Tensor]) -> PyResult<(usize, WeightShape)> {
 }
 
 /// One view an expert.
-pub(crate) fn weight_views<M: Exchange>(
-    weights: &[Tensor],
-    experts: usize,
-) -> PyResult<Vec<View<'_, M, bf16>>> {
+fn weight_views<M: Exchange>(weights: &[Tensor], experts: usize) -> PyResult<Vec<View<'_, M, bf16>>> {
     match weights {
         [packed] if packed.shape().len() == 3 && experts > 0 => {
             Ok(M::split(packed.view::<M, bf16>()?, experts))
@@ -260,26 +274,31 @@ pub(crate) fn weight_views<M: Exchange>(
     }
 }
 
+type TilesOf<M> = (Packed<M>, Option<Buffer<M, bf16>>);
+
 fn tiles<B: Backend>(
     backend: &B,
     w: Vec<View<'_, B::Memory, bf16>>,
     shape: WeightShape,
-) -> Result<Packed<B::Memory>, Error> {
+    with_values: bool,
+) -> Result<TilesOf<B::Memory>, Error> {
     let (experts, WeightShape { n, k }) = (w.len(), shape);
     let mut q = Nvfp4 {
         codes: backend.empty(experts * n * (k / 2))?,
         scales: backend.empty(experts * n * (k / BLOCK))?,
         amax: backend.empty(experts)?,
     };
+    let with_values = with_values && backend.capabilities().unpacked_operands;
+    let mut values = with_values.then(|| backend.empty(experts * n * k)).transpose()?;
     backend.quantize_weights(QuantizeWeights {
         w: w.into_iter().map(B::Memory::shorten).collect(),
         shape,
         codes: B::Memory::view_mut(&mut q.codes),
         scales: B::Memory::view_mut(&mut q.scales),
-        unpacked: None,
+        unpacked: values.as_mut().map(B::Memory::view_mut),
         amax: B::Memory::view_mut(&mut q.amax),
     })?;
-    Ok(q)
+    Ok((q, values))
 }
 
 /// The values of a copy of a tensor `[rows, cols]`, float32: `[rows, cols]` or, columnwise, `[cols, Tp]`.
@@ -298,30 +317,35 @@ pub(crate) fn dequantize<'py>(
     swizzled: bool,
 ) -> PyResult<Object<'py>> {
     let direction = if columnwise { Direction::Columnwise } else { Direction::Rowwise };
-    dequantize_at::<OnCpu>(py, [codes, scales, amax], splits, [rows, cols], direction, layout(swizzled))
+    let codes = Tensor::new("codes", codes)?;
+    let parts = [codes, Tensor::new("scales", scales)?, Tensor::new("amax", amax)?];
+    let device = common_device(&parts)?;
+    dispatch!(py, device, place => {
+        dequantize_at(py, &place, &parts, splits, [rows, cols], direction, layout(swizzled))
+    })
 }
 
 fn dequantize_at<'py, P: Place>(
     py: Python<'py>,
-    [codes, scales, amax]: [&Object<'py>; 3],
+    place: &P,
+    [codes, scales, amax]: &[Tensor; 3],
     splits: Option<&Object<'py>>,
     [rows, cols]: [usize; 2],
     direction: Direction,
     layout: ScaleLayout,
 ) -> PyResult<Object<'py>> {
-    let [codes, scales, amax] =
-        [("codes", codes), ("scales", scales), ("amax", amax)].map(|(name, t)| Tensor::new(name, t));
-    let (codes, scales, amax, groups) = (codes?, scales?, amax?, groups(splits, rows)?);
-    let shape = direction.shape(&groups, cols);
+    let splits = Splits::new(splits, rows, codes.device())?;
     let views = Nvfp4 {
         codes: codes.view::<P::Memory, u8>()?,
         scales: scales.view::<P::Memory, u8>()?,
         amax: amax.view::<P::Memory, f32>()?,
     };
-    let out = P::run(py, move |backend| {
-        Ok(values(backend, views, cols, &backend.groups(&groups)?, direction, layout)?)
+    let (out, shape) = place.run(py, |backend| {
+        let groups = P::groups(backend, &splits)?;
+        let shape = direction.shape(&groups, cols);
+        Ok((values(backend, views, cols, &groups, direction, layout)?, shape))
     })?;
-    P::Memory::hand_over(py, out, &shape)
+    place.hand_over(py, out, &shape)
 }
 
 fn values<B: Backend>(
@@ -351,16 +375,17 @@ fn layout(swizzled: bool) -> ScaleLayout {
     if swizzled { ScaleLayout::Swizzled128x4 } else { ScaleLayout::Plain }
 }
 
-fn hand_over<'py, M: Exchange>(
+fn hand_over<'py, P: Place>(
     py: Python<'py>,
-    copy: Packed<M>,
-    &[rows, k]: &[usize; 2],
+    place: &P,
+    copy: Packed<P::Memory>,
+    [rows, k]: [usize; 2],
     layout: ScaleLayout,
 ) -> PyResult<Copy3<'py>> {
-    let experts = M::len(&M::view(&copy.amax));
+    let experts = P::Memory::len(&P::Memory::view(&copy.amax));
     Ok((
-        M::hand_over(py, copy.codes, &[rows, k / 2])?,
-        M::hand_over(py, copy.scales, &layout.padded_shape(rows, k / BLOCK))?,
-        M::hand_over(py, copy.amax, &[experts])?,
+        place.hand_over(py, copy.codes, &[rows, k / 2])?,
+        place.hand_over(py, copy.scales, &layout.padded_shape(rows, k / BLOCK))?,
+        place.hand_over(py, copy.amax, &[experts])?,
     ))
 }

@@ -26,21 +26,36 @@ impl Dtype {
             Dtype::E4m3 => "torch.float8_e4m3fn",
         }
     }
+
+    /// Bytes of an element.
+    pub(crate) fn bytes(self) -> usize {
+        match self {
+            Dtype::Bf16 => 2,
+            Dtype::F32 => 4,
+            Dtype::I64 => 8,
+            Dtype::U8 | Dtype::E4m3 => 1,
+        }
+    }
 }
 
 /// Elements whose tensors can be handed over.
 pub(crate) trait Handed: Element {
     /// DLPack's type code and bits.
     const CODE: (u8, u8);
+    /// torch's.
+    const DTYPE: Dtype;
 }
 impl Handed for u8 {
     const CODE: (u8, u8) = (1, 8);
+    const DTYPE: Dtype = Dtype::U8;
 }
 impl Handed for f32 {
     const CODE: (u8, u8) = (2, 32);
+    const DTYPE: Dtype = Dtype::F32;
 }
 impl Handed for half::bf16 {
     const CODE: (u8, u8) = (4, 16);
+    const DTYPE: Dtype = Dtype::Bf16;
 }
 
 /// What is looked up.
@@ -69,7 +84,8 @@ impl Torch {
                     (Dtype::I64, find("int64")?),
                     (Dtype::E4m3, find("float8_e4m3fn")?),
                 ],
-                from_dlpack: py.import("torch.utils.dlpack")?.getattr("from_dlpack")?.unbind(),
+                // The one that takes a capsule; torch.utils.dlpack looks for what else an argument may be first.
+                from_dlpack: torch.getattr("_C")?.getattr("_from_dlpack")?.unbind(),
                 get_num_threads: find("get_num_threads")?,
             })
         })
@@ -78,6 +94,19 @@ impl Torch {
     /// Which of the known dtypes an object is.
     pub(crate) fn dtype(&self, dtype: &Bound<'_, PyAny>) -> Option<Dtype> {
         self.dtypes.iter().find(|(_, known)| known.is(dtype)).map(|(dtype, _)| *dtype)
+    }
+
+    /// torch's object for a dtype.
+    pub(crate) fn object(&self, dtype: Dtype) -> &Py<PyAny> {
+        let [bf16, f32, u8, i64, e4m3] = &self.dtypes;
+        let (_, object) = match dtype {
+            Dtype::Bf16 => bf16,
+            Dtype::F32 => f32,
+            Dtype::U8 => u8,
+            Dtype::I64 => i64,
+            Dtype::E4m3 => e4m3,
+        };
+        object
     }
 
     pub(crate) fn is_strided(&self, layout: &Bound<'_, PyAny>) -> bool {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,9 +17,10 @@ def decode(q: moe4.QuantizedTensor) -> Tensor:
     """By the definition: ``code * scale * amax / 2688``."""
     codes = torch.stack([q.codes & 15, q.codes >> 4], -1).flatten(-2).long()
     scales = q.scales.float().repeat_interleave(16, -1)
-    return E2M1[codes] * (scales * q.amax.view(-1, *[1] * (codes.dim() - 1)) * (1 / 2688))
+    return E2M1.to(codes.device)[codes] * (scales * q.amax.view(-1, *[1] * (codes.dim() - 1)) * (1 / 2688))
 
 
+@pytest.mark.usefixtures("device")
 def test_codes_and_scales_mean_what_the_format_says() -> None:
     x = torch.randn(48, 64).bfloat16()
     q = moe4.quantize(x)
@@ -34,6 +34,7 @@ def test_codes_and_scales_mean_what_the_format_says() -> None:
     assert worst.max() < 1 / 6 * 17 / 16 and worst.max() > 0.02
 
 
+@pytest.mark.usefixtures("device")
 def test_every_direction_and_each_expert_alone() -> None:
     x, splits = torch.randn(40, 64).bfloat16(), [10, 0, 21, 7]
     row, column = moe4.group_quantize(x, splits, columnwise=True, rht=None)
@@ -51,8 +52,9 @@ def test_every_direction_and_each_expert_alone() -> None:
         at = end
 
 
+@pytest.mark.usefixtures("device")
 def test_amaxes_agree_with_the_quantizer() -> None:
-    x, splits = torch.randn(64, 32).bfloat16(), torch.tensor([30, 34], dtype=torch.int32)
+    x, splits = torch.randn(64, 32).bfloat16(), torch.tensor([30, 34], dtype=torch.int32, device="cpu")
     amax, rht = moe4.hadamard_amax(x, splits)
     row, column = moe4.group_quantize(x, splits, columnwise=True)
     assert row is not None and column is not None
@@ -64,6 +66,7 @@ def test_amaxes_agree_with_the_quantizer() -> None:
     assert not torch.equal(larger.codes, row.codes) and torch.equal(larger.amax, amax * 1.7)
 
 
+@pytest.mark.usefixtures("device")
 def test_stochastic_rounding_is_unbiased_and_seeded() -> None:
     x = torch.full((16, 64), 1.1).bfloat16()
     x[:, 0] = 6.0
@@ -80,6 +83,7 @@ def test_stochastic_rounding_is_unbiased_and_seeded() -> None:
     assert torch.equal(drawn, moe4.quantize(x, rounding="stochastic").codes)
 
 
+@pytest.mark.usefixtures("device")
 def test_weights_in_square_tiles() -> None:
     w = torch.randn(3, 32, 48).bfloat16()
     q = moe4.quantize(w, tile="16x16")
@@ -92,6 +96,7 @@ def test_weights_in_square_tiles() -> None:
     assert torch.equal(flat.codes, q.codes[1]) and flat.dequantize().shape == (32, 48)
 
 
+@pytest.mark.usefixtures("device")
 def test_swizzled_scales() -> None:
     x = torch.randn(130, 96).bfloat16()
     plain, swizzled = moe4.quantize(x), moe4.quantize(x, layout="swizzled")
@@ -134,7 +139,7 @@ def test_arrays_of_any_kind() -> None:
     assert torch.equal(moe4.quantize(Bf16Array()).codes, expected)
     assert torch.equal(moe4.quantize(x.T.contiguous().T).codes, expected)
     with pytest.raises(TypeError, match="x: expected dtype torch.bfloat16, got torch.float32"):
-        moe4.quantize(np.zeros((16, 16), np.float32))
+        moe4.quantize(torch.zeros(16, 16).numpy())
     with pytest.raises(TypeError, match="x: expected a torch tensor, a NumPy array or an object with __dlpack__, got list"):
         moe4.quantize([[1.0]])
 
@@ -159,6 +164,7 @@ def test_misuse_is_named(call: Any, message: str) -> None:
         call(torch.randn(32, 32).bfloat16())
 
 
+@pytest.mark.usefixtures("device")
 def test_empty_and_not_finite() -> None:
     empty = moe4.quantize(torch.empty(0, 32).bfloat16())
     assert empty.codes.shape == (0, 16) and empty.dequantize().shape == (0, 32) and empty.amax.tolist() == [0.0]

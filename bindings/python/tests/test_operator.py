@@ -93,6 +93,7 @@ def test_recompute_changes_no_bit(activation: str, precision: str) -> None:
     assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
 
 
+@pytest.mark.usefixtures("device")
 def test_one_weight_tensor_or_one_an_expert() -> None:
     p, dy = problem(), torch.randn(T, H).bfloat16()
     for precision in ("nvfp4", "bf16"):
@@ -107,6 +108,7 @@ def test_one_weight_tensor_or_one_an_expert() -> None:
         assert torch.equal(torch.stack([w.grad for w in w2]), packed["w2"])
 
 
+@pytest.mark.usefixtures("device")
 def test_float32_weights_get_float32_gradients() -> None:
     p, dy = problem(), torch.randn(T, H).bfloat16()
     torch.manual_seed(3)
@@ -117,6 +119,7 @@ def test_float32_weights_get_float32_gradients() -> None:
     assert not torch.equal(high["w1"], low["w1"].float()), "rounded once more than needed"
 
 
+@pytest.mark.usefixtures("device")
 def test_seeds_come_from_torch() -> None:
     p, dy = problem(), torch.randn(T, H).bfloat16()
     grads = []
@@ -129,6 +132,7 @@ def test_seeds_come_from_torch() -> None:
     assert not torch.equal(run(p, dy)["w1"], run(p, dy)["w1"])
 
 
+@pytest.mark.usefixtures("device")
 def test_only_what_needs_gradients_is_computed() -> None:
     p, dy = problem(bias=True), torch.randn(T, H).bfloat16()
     torch.manual_seed(3)
@@ -146,6 +150,7 @@ def test_only_what_needs_gradients_is_computed() -> None:
     assert not y.requires_grad and torch.equal(y, full["y"])
 
 
+@pytest.mark.usefixtures("device")
 def test_strided_transposed_and_other_dtypes_of_prob() -> None:
     p = problem()
     y = moe4.grouped_mlp(p["x"], SPLITS, p["prob"], p["w1"], p["w2"])
@@ -168,6 +173,7 @@ def test_strided_transposed_and_other_dtypes_of_prob() -> None:
 
 
 @pytest.mark.parametrize("precision", ["nvfp4", "bf16"])
+@pytest.mark.usefixtures("device")
 def test_no_tokens(precision: str) -> None:
     p = problem()
     for rows, splits in ((0, [0, 0, 0, 0]), (5, [0, 0, 0, 0])):
@@ -178,6 +184,7 @@ def test_no_tokens(precision: str) -> None:
         assert all(leaf[key].grad.abs().sum() == 0 for key in ("x", "prob", "w1", "w2"))
 
 
+@pytest.mark.usefixtures("device")
 def test_main_grad_is_added_to() -> None:
     p, dy = problem(), torch.randn(T, H).bfloat16()
     torch.manual_seed(3)
@@ -207,6 +214,7 @@ def test_main_grad_is_added_to() -> None:
     assert w1 is m.w1.main_grad
 
 
+@pytest.mark.usefixtures("device")
 def test_twice_is_refused() -> None:
     leaf = leaves(problem())
     y = moe4.grouped_mlp(leaf["x"], SPLITS, leaf["prob"], leaf["w1"], leaf["w2"])
@@ -215,6 +223,7 @@ def test_twice_is_refused() -> None:
         dx.float().square().sum().backward()
 
 
+@pytest.mark.usefixtures("device")
 def test_backward_again_gives_the_same() -> None:
     leaf, dy = leaves(problem()), torch.randn(T, H).bfloat16()
     y = moe4.grouped_mlp(leaf["x"], SPLITS, leaf["prob"], leaf["w1"], leaf["w2"])
@@ -222,6 +231,7 @@ def test_backward_again_gives_the_same() -> None:
     assert torch.equal(first, torch.autograd.grad(y, leaf["w1"], dy)[0])
 
 
+@pytest.mark.usefixtures("device")
 def test_weights_changed_in_between() -> None:
     p, dy = problem(), torch.randn(T, H).bfloat16()
     for precision in ("nvfp4", "bf16"):
@@ -250,7 +260,7 @@ REFUSED = [
     ({"w1": lambda t: t.float()}, TypeError, r"w2\[0\]: expected torch.float32, as the first weight is"),
     ({"w1": lambda t: t[:, :32]}, ValueError, r"w1\[0\]: expected shape \[4, 64, 64\], got \[4, 32, 64\]"),
     ({"w2": lambda t: list(t[1:])}, ValueError, "w2: expected one tensor for each of 4 experts, got 3"),
-    ({"w1": lambda t: t.to("meta")}, ValueError, r"w1\[0\]: expected a tensor on cpu, as x is, got meta"),
+    ({"w1": lambda t: t.to("meta")}, ValueError, r"w1\[0\]: expected a tensor on cpu, as x is, got one on meta"),
     ({"b1": lambda t: torch.zeros(4, 64)}, ValueError, "biases: expected both b1 and b2"),
 ]
 

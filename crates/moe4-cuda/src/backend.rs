@@ -1,8 +1,10 @@
 //! [`Cuda`]: the backend, its memory, and its kernels, compiled when they are first needed.
 
 use crate::compile::{Cache, Compiler, Watch, log_progress};
-use crate::driver::{CallError, Device, DeviceBytes, Event, Graph, Kernel, Stream, Unavailable, fill, read};
-use crate::faults;
+use crate::driver::{
+    Allocator, CallError, Device, DeviceBytes, Event, Graph, Kernel, Stream, Unavailable, fill, read,
+};
+use crate::faults::Faults;
 use crate::groups::{DeviceGroups, GroupsExtent, host_arrays};
 use crate::launch;
 use crate::memory::{DeviceBuffer, DeviceMemory, DeviceView, DeviceViewMut};
@@ -30,6 +32,8 @@ pub struct CudaOptions {
     pub watch: Watch,
     /// Which kernels multiply.
     pub products: Products,
+    /// Where buffers come from; the driver's pool if absent.
+    pub allocator: Option<Arc<dyn Allocator>>,
 }
 
 /// The kernels of the matrix products.
@@ -46,13 +50,20 @@ pub enum Products {
 #[derive(Debug)]
 pub struct Cuda {
     stream: Stream,
+    shared: Arc<Shared>,
+    /// The address of what is added to the streams of random numbers, or 0.
+    stream_shift: AtomicU64,
+}
+
+/// What the backends on several streams of one GPU have in common; see [`Cuda::with_stream`].
+#[derive(Debug)]
+struct Shared {
     compiler: Compiler,
     cache: Cache,
     kernels: Mutex<HashMap<Variant, Arc<Kernel>>>,
-    faults: Arc<DeviceBuffer<u64>>,
+    faults: Faults,
     products: Products,
-    /// The address of what is added to the streams of random numbers, or 0.
-    stream_shift: AtomicU64,
+    allocator: Option<Arc<dyn Allocator>>,
 }
 
 impl Cuda {
@@ -72,21 +83,22 @@ impl Cuda {
     pub fn on_stream(stream: Stream, options: &CudaOptions) -> Result<Self, Unavailable> {
         let compiler = Compiler::load_searching(&options.nvrtc)?.with_watch(options.watch.clone());
         let cache = options.cache.clone().map_or_else(Cache::for_user, Cache::at);
-        let none = [faults::NONE; faults::KINDS];
-        let mut bytes =
-            DeviceBytes::new(&stream, size_of_val(&none)).map_err(|e| setup(stream.device(), e))?;
-        bytes.write(bytemuck::bytes_of(&none)).map_err(|e| setup(stream.device(), e))?;
-        let faults = Arc::new(DeviceBuffer::new(bytes, none.len()));
+        let faults = Faults::new(&stream).map_err(|e| setup(stream.device(), e))?;
         log::info!("{}; NVRTC {}", stream.device().facts(), compiler.version());
-        Ok(Self {
-            stream,
-            compiler,
-            cache,
-            kernels: Mutex::default(),
-            faults,
-            products: options.products,
-            stream_shift: AtomicU64::new(0),
-        })
+        let CudaOptions { products, allocator, .. } = options.clone();
+        let shared = Shared { compiler, cache, kernels: Mutex::default(), faults, products, allocator };
+        Ok(Self { stream, shared: Arc::new(shared), stream_shift: AtomicU64::new(0) })
+    }
+
+    /// A backend on another stream of the same GPU, with the same options. The two share compiled kernels and what
+    /// [`Cuda::synchronize`] tells of; nothing is allocated, so that it may be made while the stream is recorded.
+    ///
+    /// # Panics
+    /// If the stream is of another GPU.
+    pub fn with_stream(&self, stream: Stream) -> Self {
+        let [own, other] = [&self.stream, &stream].map(|s| s.device().facts().ordinal);
+        assert_eq!(own, other, "the GPU of a stream");
+        Self { stream, shared: self.shared.clone(), stream_shift: AtomicU64::new(0) }
     }
 
     /// The stream that all passes go to.
@@ -101,17 +113,17 @@ impl Cuda {
 
     /// Where compiled kernels are kept.
     pub fn cache(&self) -> &Cache {
-        &self.cache
+        &self.shared.cache
     }
 
     /// The compiler of the kernels.
     pub fn compiler(&self) -> &Compiler {
-        &self.compiler
+        &self.shared.compiler
     }
 
     /// Whether products run on Hopper's matrix unit.
     pub(crate) fn multiplies_by_wgmma(&self) -> bool {
-        self.products == Products::Fastest && self.device().facts().arch.has_wgmma()
+        self.shared.products == Products::Fastest && self.device().facts().arch.has_wgmma()
     }
 
     /// Waits for all work, and tells what passes could find out only on the device: an index beyond a tensor, splits that
@@ -121,11 +133,20 @@ impl Cuda {
         self.take_faults()
     }
 
+    /// Tells what [`Cuda::synchronize`] would, as far as the device has come by now. Waits only if there is something to
+    /// tell; tells nothing within a capture.
+    pub fn check_faults(&self) -> Result<(), Error> {
+        if !self.shared.faults.noticed() || self.on(self.stream.is_capturing())? {
+            return Ok(());
+        }
+        self.take_faults()
+    }
+
     /// Compiles and loads kernels before they are needed, such as before a capture; what the cache lacks is compiled on all
     /// cores at once.
     pub fn prepare(&self, variants: &[Variant]) -> Result<(), Error> {
         let facts = self.device().facts();
-        let compiled = self.compiler.load_all(&self.cache, variants, facts.arch, log_progress);
+        let compiled = self.shared.compiler.load_all(&self.shared.cache, variants, facts.arch, log_progress);
         compiled.map_err(|e| DeviceError {
             device: facts.name.clone(),
             call: "compiling kernels".into(),
@@ -142,9 +163,8 @@ impl Cuda {
         // Ended in any case: a stream left in capture would be of no more use.
         let graph = recording.end();
         outcome?;
-        let kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut held: Vec<Arc<dyn Any + Send + Sync>> = vec![self.faults.clone()];
-        held.extend(kernels.values().map(|kernel| kernel.clone() as Arc<dyn Any + Send + Sync>));
+        // Its kernels, and the notes that they write.
+        let held: Vec<Arc<dyn Any + Send + Sync>> = vec![self.shared.clone()];
         Ok(self.on(graph)?.holding(held))
     }
 
@@ -163,7 +183,7 @@ impl Cuda {
     /// Host data of any plain type, such as splits.
     pub fn upload_plain<T: Pod>(&self, host: &[T]) -> Result<DeviceBuffer<T>, Error> {
         self.outside_capture("upload")?;
-        let mut bytes = self.on(DeviceBytes::new(&self.stream, size_of_val(host)))?;
+        let mut bytes = self.bytes(size_of_val(host))?;
         self.on(bytes.write(bytemuck::cast_slice(host)))?;
         Ok(DeviceBuffer::new(bytes, host.len()))
     }
@@ -184,15 +204,28 @@ impl Cuda {
     /// Groups for splits that only the device knows; filled by [`Cuda::compute_groups`]. Until then no expert has a row.
     pub fn empty_groups(&self, experts: usize, rows: usize) -> Result<DeviceGroups, Error> {
         self.outside_capture("empty_groups")?;
+        let zeros = self.send(&vec![0; experts])?;
+        self.groups_from(zeros.view(), rows)
+    }
+
+    /// Groups of `splits` `[E]` on the device for a tensor of `rows`, with token positions for any splits. As
+    /// [`Cuda::compute_groups`] into new ones; a capture may hold it.
+    pub fn groups_from(&self, splits: DeviceView<'_, i64>, rows: usize) -> Result<DeviceGroups, Error> {
         // The rules for splits are those of the host's groups.
-        let zeros: Vec<i64> = Groups::new(&vec![0; experts], rows)?.splits().map(|s| s as i64).collect();
-        let extent = GroupsExtent::for_any_splits(experts, rows);
+        Groups::new(&vec![0; splits.len()], rows)?;
+        let extent = GroupsExtent::for_any_splits(splits.len(), rows);
         let [.., len] = extent.layout();
-        let arrays = self.on(DeviceBytes::new(&self.stream, len * size_of::<u64>()))?;
+        let arrays = self.bytes(len * size_of::<u64>())?;
         let mut groups = DeviceGroups::new(DeviceBuffer::new(arrays, len), extent);
-        let zeros = self.upload_plain(&zeros)?;
-        self.compute_groups(zeros.view(), &mut groups)?;
+        self.compute_groups(splits, &mut groups)?;
         Ok(groups)
+    }
+
+    /// A few numbers of the host, such as splits, in device memory. They travel as arguments of launches: a capture may
+    /// hold them, and has the same ones each time.
+    pub fn send(&self, numbers: &[i64]) -> Result<DeviceBuffer<i64>, Error> {
+        let words: Vec<u64> = numbers.iter().map(|&n| n as u64).collect();
+        Ok(DeviceBuffer::new(launch::addresses(self, &words)?, numbers.len()))
     }
 
     /// Fills `groups` from `splits` `[E]` on the device, in the order of the stream; a graph may hold this pass and be
@@ -210,7 +243,8 @@ impl Cuda {
     /// stream; without it a graph draws the same in each launch. A backward of the operator uses four streams a call, so
     /// that a shift of `4 · n` gives the bytes of the call `n` later.
     ///
-    /// It holds for all passes that are enqueued meanwhile, by other threads too.
+    /// It holds for all passes that are enqueued meanwhile, by other threads too, but not for other backends on the same
+    /// stream.
     pub fn shifting_streams<R>(&self, shift: DeviceView<'_, u64>, work: impl FnOnce() -> R) -> R {
         struct Reset<'a>(&'a AtomicU64, u64);
         impl Drop for Reset<'_> {
@@ -228,18 +262,18 @@ impl Cuda {
     }
 
     pub(crate) fn kernel(&self, variant: &Variant) -> Result<Arc<Kernel>, Error> {
-        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kernels = self.shared.kernels.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(kernel) = kernels.get(variant) {
             return Ok(kernel.clone());
         }
         let name = variant.to_string();
         let facts = self.device().facts();
-        let cubin =
-            self.compiler.compile_cached(&self.cache, variant, facts.arch).map_err(|e| DeviceError {
-                device: facts.name.clone(),
-                call: format!("compiling {name}"),
-                reason: e.to_string(),
-            })?;
+        let Shared { compiler, cache, .. } = &*self.shared;
+        let cubin = compiler.compile_cached(cache, variant, facts.arch).map_err(|e| DeviceError {
+            device: facts.name.clone(),
+            call: format!("compiling {name}"),
+            reason: e.to_string(),
+        })?;
         // SAFETY: a cubin comes from NVRTC, or from a cache entry whose hash was checked.
         let loaded = unsafe { Kernel::load(self.stream.device(), &cubin, variant.kernel, name) };
         let kernel = Arc::new(self.on(loaded)?);
@@ -253,7 +287,20 @@ impl Cuda {
     }
 
     pub(crate) fn faults_address(&self) -> u64 {
-        self.faults.view().address()
+        self.shared.faults.address()
+    }
+
+    /// Owned bytes for work on the stream.
+    pub(crate) fn bytes(&self, len: usize) -> Result<DeviceBytes, Error> {
+        self.on(match &self.shared.allocator {
+            Some(allocator) => DeviceBytes::from(&**allocator, &self.stream, len),
+            None => DeviceBytes::new(&self.stream, len),
+        })
+    }
+
+    /// Whether buffers come from the driver's pool, and may change their stream.
+    pub(crate) fn allocates_itself(&self) -> bool {
+        self.shared.allocator.is_none()
     }
 
     /// Sets a view to zero bytes, in the order of the stream.
@@ -263,16 +310,7 @@ impl Cuda {
     }
 
     fn take_faults(&self) -> Result<(), Error> {
-        let mut details = [faults::NONE; faults::KINDS];
-        let address = self.faults_address();
-        // SAFETY: the buffer of faults has as many bytes.
-        self.on(unsafe { read(&self.stream, address, bytemuck::bytes_of_mut(&mut details)) })?;
-        if let Err(fault) = faults::first(&details) {
-            // SAFETY: the same buffer. A fault that another thread causes in between may be lost with this one.
-            self.on(unsafe { fill(&self.stream, address, 0xFF, size_of_val(&details)) })?;
-            return Err(fault);
-        }
-        Ok(())
+        self.on(self.shared.faults.take(&self.stream))?
     }
 
     fn outside_capture(&self, what: &'static str) -> Result<(), Error> {
@@ -317,7 +355,7 @@ impl Backend for Cuda {
             expected: "as many as memory can hold",
             got: len.to_string(),
         })?;
-        Ok(DeviceBuffer::new(self.on(DeviceBytes::new(&self.stream, bytes))?, len))
+        Ok(DeviceBuffer::new(self.bytes(bytes)?, len))
     }
     fn duplicate<T: Element>(&self, x: DeviceView<'_, T>) -> Result<DeviceBuffer<T>, Error> {
         let mut copy = self.empty(x.len())?;

@@ -8,7 +8,6 @@
 use crate::memory::DeviceBuffer;
 use bytemuck::{Pod, Zeroable};
 use moe4::kernels::Extent;
-use moe4::numerics::BLOCK;
 use moe4::tensor::Groups;
 use std::sync::Arc;
 
@@ -35,9 +34,7 @@ pub(crate) struct GroupsExtent {
 impl GroupsExtent {
     /// For splits that only the device knows: token positions for the worst of them.
     pub(crate) fn for_any_splits(experts: usize, rows: usize) -> Self {
-        // Each expert that has rows wastes at most 15 positions.
-        let padding = (BLOCK - 1) * experts.min(rows);
-        Self { experts, rows, padded_rows: (rows + padding).next_multiple_of(BLOCK) }
+        Self { experts, rows, padded_rows: Groups::most_padded_rows(experts, rows) }
     }
 
     /// Where the parts of the buffer begin, in elements of `u64`: offsets, padded offsets, the first tile of each expert

@@ -5,7 +5,7 @@
 //! one was synchronized, and while the buffer is kept. Views of another framework's tensors are made by
 //! [`DeviceView::from_raw`]. Nothing here reads or writes memory.
 
-use crate::driver::DeviceBytes;
+use crate::driver::{DeviceBytes, Owner};
 use crate::groups::DeviceGroups;
 use moe4::kernels::{Element, Memory};
 use std::marker::PhantomData;
@@ -36,6 +36,12 @@ impl<T> DeviceBuffer<T> {
     /// All of it, for writing.
     pub fn view_mut(&mut self) -> DeviceViewMut<'_, T> {
         DeviceViewMut { address: self.bytes.address(), len: self.len, borrowed: PhantomData }
+    }
+
+    /// Hands the memory over to the framework that it came from: what its allocator made, which frees it when dropped.
+    /// `None` if the buffer is empty, or is the driver's own, to whose pool it goes back.
+    pub fn into_owner(self) -> Option<Owner> {
+        self.bytes.into_owner()
     }
 }
 

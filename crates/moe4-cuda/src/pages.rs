@@ -139,9 +139,18 @@ fn order_by(buffer: &mut AnyBuffer<DeviceMemory>, stream: &Stream) {
 impl CudaPages {
     /// `pages` pages of `page_bytes` each, for tensors of `cuda`, whose stream is the main one. Compiles its kernels.
     ///
-    /// Errors: a page size that is no multiple of 16 below 2^28; memory that there is not.
+    /// Errors: a page size that is no multiple of 16 below 2^28; memory that there is not; a backend with an
+    /// [allocator](crate::CudaOptions::allocator) of another framework.
     pub fn new(cuda: &Cuda, home: PageHome, page_bytes: usize, pages: PageId) -> Result<Self, Error> {
         let main = cuda.stream().clone();
+        if !cuda.allocates_itself() {
+            return Err(Error::Misuse(Misuse::Conflict {
+                what: "pages",
+                conflict: "expected a backend with the driver's pool of memory, got one with an allocator"
+                    .into(),
+                fix: "leave CudaOptions::allocator out: buffers go from stream to stream here",
+            }));
+        }
         if page_bytes == 0 || !page_bytes.is_multiple_of(WORD) || page_bytes >= PAGE_LIMIT {
             return Err(Error::Misuse(Misuse::Value {
                 what: "pages: bytes of a page".into(),

@@ -4,6 +4,7 @@ Shapes: ``T`` tokens, ``E`` experts, ``H`` hidden, ``F`` ffn, ``N1`` outputs of 
 """
 
 from ._checkpoint import ExpertWeights, load_experts, save_experts
+from ._device import compile_kernels, synchronize
 from ._doctor import doctor
 from ._experts import GroupedMLP
 from ._functions import (
@@ -24,6 +25,7 @@ __all__ = [
     "MoELayer",
     "QuantizedTensor",
     "__version__",
+    "compile_kernels",
     "dequantize",
     "doctor",
     "group_quantize",
@@ -34,4 +36,5 @@ __all__ = [
     "quantize",
     "replace_experts",
     "save_experts",
+    "synchronize",
 ]

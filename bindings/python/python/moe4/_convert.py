@@ -33,20 +33,25 @@ def as_tensor(name: str, array: ArrayLike) -> Tensor:
 
 
 def as_splits(splits: Splits, device: torch.device) -> Tensor:
-    """Splits as int64 ``[E]`` on ``device``."""
+    """Splits as int64 ``[E]``, where they are: with the other tensors on ``device``, or on the CPU. Nothing waits."""
     if not isinstance(splits, Tensor):
-        return torch.tensor(list(splits), dtype=torch.int64, device=device)
+        return torch.tensor(list(splits), dtype=torch.int64, device="cpu")
     if splits.is_floating_point() or splits.is_complex() or splits.dtype == torch.bool:
         raise TypeError(f"splits: expected an integer dtype, got {splits.dtype}; count rows in torch.int64")
-    if splits.device != device:
-        raise ValueError(f"splits: expected a tensor on {device}, as x is, got one on {splits.device}")
+    if splits.device != device and splits.device.type != "cpu":
+        raise ValueError(misplaced("splits", splits, device))
     return splits.to(torch.int64).contiguous()
 
 
-def expect_cpu(name: str, tensor: Tensor) -> None:
-    """Tells early that this build has no kernels for other devices."""
-    if tensor.device.type not in ("cpu", "meta"):
+def misplaced(name: str, tensor: Tensor, device: torch.device) -> str:
+    """What to say of a tensor that is not where ``x`` is."""
+    return f"{name}: expected a tensor on {device}, as x is, got one on {tensor.device}; move it with .to('{device}')"
+
+
+def expect_known_device(name: str, tensor: Tensor) -> None:
+    """Tells early that there are no kernels for a device."""
+    if tensor.device.type not in ("cpu", "cuda", "meta"):
         raise NotImplementedError(
-            f"{name}: this build has kernels for the cpu only, got a tensor on {tensor.device}; "
+            f"{name}: there are kernels for cpu and cuda, got a tensor on {tensor.device}; "
             "move model and inputs with .to('cpu')"
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _moe4
-from ._convert import ArrayLike, Splits, as_splits, as_tensor, expect_cpu
+from ._convert import ArrayLike, Splits, as_splits, as_tensor, expect_known_device
 
 DEFAULT_RHT = 0xD7E8
 """The sign mask of the published NVFP4 recipe."""
@@ -108,7 +108,7 @@ def hadamard_amax(
         ``(amax, amax_rht)``, float32 ``[E]`` each; 0 for an empty expert.
     """
     x = as_tensor("x", x)
-    expect_cpu("x", x)
+    expect_known_device("x", x)
     return _moe4.hadamard_amax(x, _splits(splits, x), sign_mask)
 
 
@@ -142,10 +142,12 @@ def group_quantize(
         amax_rht: float32 ``[E]``, known amaxes after the transform; measured if ``None``.
 
     Returns:
-        ``(rowwise, columnwise)``, ``None`` for a copy that was not asked for.
+        ``(rowwise, columnwise)``, ``None`` for a copy that was not asked for. With ``splits`` on a GPU, which are not
+        read by the host, the columnwise copy has token positions for any splits, ``(T + 15 * E) // 16 * 16`` of them;
+        zeros follow those that are needed.
     """
     x = as_tensor("x", x)
-    expect_cpu("x", x)
+    expect_known_device("x", x)
     rows = _splits(splits, x)
     swizzled = _choice("layout", layout, ("plain", "swizzled")) == "swizzled"
     row, column = _moe4.group_quantize(
@@ -208,10 +210,10 @@ def quantize(
     if axis != "rowwise" or rounding != "nearest" or layout != "plain":
         raise ValueError("tile: 16x16 goes with axis='rowwise', rounding='nearest' and layout='plain'")
     x = as_tensor("x", x)
-    expect_cpu("x", x)
+    expect_known_device("x", x)
     if x.dim() not in (2, 3):
         raise ValueError(f"x: expected [n, k] or [E, n, k], got shape {list(x.shape)}")
-    codes, scales, amax = _moe4.quantize_weights([x])
+    codes, scales, amax, _ = _moe4.quantize_weights([x], False)
     if x.dim() == 2:
         codes, scales = codes[0], scales[0]
     return QuantizedTensor(codes, scales.view(torch.float8_e4m3fn), amax, x.shape, tile=tile)
@@ -228,7 +230,7 @@ def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.float32) -
     splits = q.splits
     if q.tile == "16x16":
         experts = q.shape[0] if len(q.shape) == 3 else 1
-        splits = torch.full((experts,), q.shape[-2], dtype=torch.int64)
+        splits = torch.full((experts,), q.shape[-2], dtype=torch.int64, device="cpu")
     rows = q.shape.numel() // q.shape[-1] if q.shape[-1] else 0
     values = _moe4.dequantize(
         q.codes.contiguous(),
@@ -267,7 +269,7 @@ def _seed(rounding: str, seed: Optional[int]) -> Optional[int]:
         if seed is not None:
             raise ValueError("seed: expected None with rounding='nearest', which takes no random numbers")
         return None
-    return int(torch.randint(0, 2**62, ()).item()) if seed is None else seed & (2**64 - 1)
+    return int(torch.randint(0, 2**62, (), device="cpu").item()) if seed is None else seed & (2**64 - 1)
 
 
 def _choice(what: str, value: str, known: tuple[str, ...]) -> str:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ._experts import GroupedMLP
+from ._routing import by_expert, inverse
 
 
 class _Experts(nn.Module):
@@ -33,13 +34,10 @@ class _Experts(nn.Module):
         """``[T, H]`` from tokens ``[T, H]``, choices ``[T, k]`` (``E`` for none) and their weights ``[T, k]``."""
         count, (tokens, top_k) = self.experts.options.experts, top_k_index.shape
         chosen = top_k_index.reshape(-1)
-        splits = torch.bincount(chosen, minlength=count + 1)[:count]
-        order = torch.argsort(chosen, stable=True)
+        order, splits = by_expert(chosen, count)
         rows = hidden_states.reshape(tokens, -1)[order // top_k].to(torch.bfloat16)
         out = self.experts(rows, splits, top_k_weights.reshape(-1)[order])
-        slots = torch.empty_like(order)
-        slots[order] = torch.arange(order.numel(), device=order.device)
-        sums: Tensor = out[slots].view(tokens, top_k, -1).float().sum(1)
+        sums: Tensor = out[inverse(order)].view(tokens, top_k, -1).float().sum(1)
         return sums.to(hidden_states.dtype)
 
 

@@ -7,6 +7,9 @@
 Rows that a process receives are sorted by expert, then by process, then by token: the order of one process that holds
 all tokens, process after process. An expert therefore sees the same rows in the same order however the experts are
 spread, and gives the same bytes.
+
+On a GPU the host waits for nothing as long as one process holds all experts. With a ``process_group`` it waits once a
+forward, for the numbers of rows to send and to receive.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._experts import GroupedMLP
+from ._routing import by_expert, inverse
 
 
 class MoELayer(nn.Module):
@@ -74,16 +78,13 @@ class MoELayer(nn.Module):
         """
         shape, tokens = x.shape, x.reshape(-1, x.shape[-1])
         prob, chosen, softmax = self._route(tokens)
-        counts = torch.bincount(chosen.flatten(), minlength=self.num_experts)
-        order = torch.argsort(chosen.flatten(), stable=True)
+        order, counts = by_expert(chosen.flatten(), self.num_experts)
         rows, weights = tokens[order // self.top_k], prob.flatten()[order]
         if self.process_group is None:
             out = self.experts(rows, counts, weights, weight_version=weight_version)
         else:
             out = self._exchange(rows, counts, weights, weight_version)
-        slots = torch.empty_like(order)
-        slots[order] = torch.arange(order.numel(), device=order.device)
-        y = out[slots].view(-1, self.top_k, out.shape[-1]).float().sum(1).to(out.dtype)
+        y = out[inverse(order)].view(-1, self.top_k, out.shape[-1]).float().sum(1).to(out.dtype)
         return y.view(shape), self._balance(counts, softmax)
 
     def backward_dw(self) -> None:
@@ -113,17 +114,16 @@ class MoELayer(nn.Module):
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=group)
         by_rank = received.view(world, -1)
-        sent = counts.view(world, -1).sum(1).tolist()
-        arriving = by_rank.sum(1).tolist()
+        # The one wait for a GPU: who sends memory has to know how much.
+        sent, arriving = torch.stack([counts.view(world, -1).sum(1), by_rank.sum(1)]).tolist()
         rows = _AllToAll.apply(rows, sent, arriving, group)  # type: ignore[no-untyped-call]
         weights = _AllToAll.apply(weights, sent, arriving, group)  # type: ignore[no-untyped-call]
         # From process after process to expert after expert.
         experts = torch.arange(by_rank.shape[1], device=rows.device).repeat(world)
-        order = torch.argsort(experts.repeat_interleave(by_rank.flatten()), stable=True)
+        experts = experts.repeat_interleave(by_rank.flatten(), output_size=sum(arriving))
+        order = torch.argsort(experts, stable=True)
         out = self.experts(rows[order], by_rank.sum(0), weights[order], weight_version=weight_version)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(order.numel(), device=order.device)
-        result: Tensor = _AllToAll.apply(out[back], arriving, sent, group)  # type: ignore[no-untyped-call]
+        result: Tensor = _AllToAll.apply(out[inverse(order)], arriving, sent, group)  # type: ignore[no-untyped-call]
         return result
 
 

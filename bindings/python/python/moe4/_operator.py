@@ -3,9 +3,10 @@
 Three operators are registered, so that ``torch.compile`` and ``torch.export`` trace through:
 
 ==============================  ===============================================================================
-``moe4::quantize_weights``      BF16 weights to codes, scales, amax
-``moe4::grouped_mlp_forward``   ``[y, c, h, x_codes, x_scales, x_amax, h_codes, h_scales, h_amax]``; what the plan
-                                does not save is an empty tensor
+``moe4::quantize_weights``      BF16 weights to codes, scales, amax, and on a GPU the BF16 values of the codes, which
+                                its products read
+``moe4::grouped_mlp_forward``   ``y`` and those of ``c, h, x_codes, x_scales, x_amax, h_codes, h_scales, h_amax``
+                                that the plan saves
 ``moe4::grouped_mlp_backward``  ``[dx, dprob, db1, db2, *dw1, *dw2]``; what is not wanted is an empty tensor
 ==============================  ===============================================================================
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from . import _moe4
-from ._convert import Splits, as_splits, expect_cpu
+from ._convert import Splits, as_splits, expect_known_device, misplaced
 from ._options import Activation, DcAmax, GluLayout, GradientRounding, Options, Precision
 
 Weights = Union[Tensor, Sequence[Tensor]]
@@ -38,7 +39,7 @@ _BACKWARD = f"Tensor dy, Tensor x, Tensor prob, Tensor splits, {_WEIGHTS}, Tenso
 
 
 for _schema in (
-    "quantize_weights(Tensor[] w) -> (Tensor, Tensor, Tensor)",
+    "quantize_weights(Tensor[] w) -> (Tensor, Tensor, Tensor, Tensor)",
     f"grouped_mlp_forward(Tensor x, Tensor prob, Tensor splits, {_WEIGHTS}, str options, bool input, bool weights) "
     "-> Tensor[]",
     f"grouped_mlp_backward({_BACKWARD}, str options, bool input, bool weights, int packed, ScalarType dtype) "
@@ -49,6 +50,19 @@ for _schema in (
     _library.define(_schema, tags=_TAGS)  # type: ignore[no-untyped-call]
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
+_QUANTIZED = 4
+"""Tensors of one projection's quantized weights."""
+
+
+def _kernel(name: str) -> Callable[[_Function], _Function]:
+    """The operator itself, on every device: the compiled part goes by that of the tensors."""
+
+    def register(function: _Function) -> _Function:
+        for key in ("CPU", "CUDA"):
+            _library.impl(name, function, key)  # type: ignore[no-untyped-call]
+        return function
+
+    return register
 
 
 def _fake(name: str) -> Callable[[_Function], _Function]:
@@ -78,13 +92,14 @@ def _or_empty(tensors: Sequence[Optional[Tensor]], like: Tensor) -> list[Tensor]
 # --- quantize_weights
 
 
-@torch.library.impl(_library, "quantize_weights", "CPU")
-def _quantize_weights(w: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    return _moe4.quantize_weights([tensor.detach() for tensor in w])
+@_kernel("quantize_weights")
+def _quantize_weights(w: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    codes, scales, amax, values = _moe4.quantize_weights([tensor.detach() for tensor in w], True)
+    return codes, scales, amax, w[0].new_empty(0) if values is None else values
 
 
 @_fake("quantize_weights")
-def _quantize_weights_fake(w: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_weights_fake(w: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     experts = w[0].shape[0] if w[0].dim() == 3 else len(w)
     n, k = w[0].shape[-2:]
     new = w[0].new_empty
@@ -92,13 +107,14 @@ def _quantize_weights_fake(w: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         new((experts, n, k // 2), dtype=torch.uint8),
         new((experts, n, k // _BLOCK), dtype=torch.uint8),
         new((experts,), dtype=torch.float32),
+        new((experts, n, k) if w[0].device.type == "cuda" else 0, dtype=torch.bfloat16),
     )
 
 
 # --- grouped_mlp_forward
 
 
-@torch.library.impl(_library, "grouped_mlp_forward", "CPU")
+@_kernel("grouped_mlp_forward")
 def _forward(
     x: Tensor,
     prob: Tensor,
@@ -111,7 +127,7 @@ def _forward(
     input: bool,
     weights: bool,
 ) -> list[Tensor]:
-    return _or_empty(_moe4.forward(options, x, prob, splits, w1, w2, b1, b2, input, weights), x)
+    return _moe4.forward(options, x, prob, splits, w1, w2, b1, b2, input, weights)
 
 
 @_fake("grouped_mlp_forward")
@@ -131,23 +147,19 @@ def _forward_fake(
     c_saved, x_form, h_form = _moe4.saved_forms(options, input, weights)
     rows = x.shape[0]
 
-    def parts(form: str, cols: int) -> list[Optional[Tensor]]:
-        bound = (rows + (_BLOCK - 1) * shape.experts) // _BLOCK * _BLOCK
-        columnwise, amax = form == "columnwise", form in ("columnwise", "amax")
-        return [
-            x.new_empty(cols * (bound // 2), dtype=torch.uint8) if columnwise else None,
-            x.new_empty(cols * (bound // _BLOCK), dtype=torch.uint8) if columnwise else None,
-            x.new_empty(shape.experts, dtype=torch.float32) if amax else None,
-        ]
-
-    tensors = [
-        x.new_empty((rows, shape.hidden)),
-        x.new_empty((rows, shape.fc1_rows)) if c_saved else None,
-        x.new_empty((rows, shape.ffn)) if h_form == "bf16" else None,
-        *parts(x_form, shape.hidden),
-        *parts(h_form, shape.ffn),
-    ]
-    return _or_empty(tensors, x)
+    tensors = [x.new_empty((rows, shape.hidden))]
+    if c_saved:
+        tensors.append(x.new_empty((rows, shape.fc1_rows)))
+    if h_form == "bf16":
+        tensors.append(x.new_empty((rows, shape.ffn)))
+    bound = (rows + (_BLOCK - 1) * shape.experts) // _BLOCK * _BLOCK
+    for form, cols in ((x_form, shape.hidden), (h_form, shape.ffn)):
+        if form == "columnwise":
+            tensors.append(x.new_empty(cols * (bound // 2), dtype=torch.uint8))
+            tensors.append(x.new_empty(cols * (bound // _BLOCK), dtype=torch.uint8))
+        if form in ("columnwise", "amax"):
+            tensors.append(x.new_empty(shape.experts, dtype=torch.float32))
+    return tensors
 
 
 # --- grouped_mlp_backward
@@ -165,7 +177,7 @@ def _weight_buffers(like: Tensor, options: str, packed: int, dtype: torch.dtype)
     return both[0], both[1]
 
 
-@torch.library.impl(_library, "grouped_mlp_backward", "CPU")
+@_kernel("grouped_mlp_backward")
 def _backward(
     dy: Tensor,
     x: Tensor,
@@ -240,7 +252,7 @@ torch.library.register_autograd(
 )
 
 
-@torch.library.impl(_library, "grouped_mlp_backward_into", "CPU")
+@_kernel("grouped_mlp_backward_into")
 def _backward_into(
     dy: Tensor,
     x: Tensor,
@@ -379,9 +391,9 @@ class _GroupedMLP(torch.autograd.Function):
     ) -> Tensor:
         originals, separate = tensors[: n1 + n2], tensors[n1 + n2 :]
         read = list(separate or originals)
-        half = n1 if len(read) == n1 + n2 and not nvfp4 else 3
+        half = _QUANTIZED if nvfp4 else n1
         r1, r2 = read[:half], read[half:]
-        outputs: list[Tensor] = torch.ops.moe4.grouped_mlp_forward(
+        outputs: list[Tensor] = torch.ops.moe4.grouped_mlp_forward.default(
             x, prob, splits, r1, r2, b1, b2, options, input, weights
         )
         y, *saved = outputs
@@ -390,7 +402,7 @@ class _GroupedMLP(torch.autograd.Function):
         )
         ctx.originals = originals if fused or later is not None else ()
         ctx.options, ctx.input, ctx.weights, ctx.fused, ctx.later = options, input, weights, fused, later
-        ctx.n1, ctx.n2, ctx.half, ctx.separate = n1, n2, half, len(separate)
+        ctx.n1, ctx.n2, ctx.half, ctx.separate, ctx.saved = n1, n2, half, len(separate), len(saved)
         ctx.packed = (originals[0].dim() == 3) + 2 * (originals[n1].dim() == 3)
         ctx.dtype = originals[0].dtype
         return y
@@ -398,7 +410,7 @@ class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, prob, splits, seed, b1, b2, *rest = ctx.saved_tensors
-        saved, read = rest[:8], rest[8:]
+        saved, read = rest[: ctx.saved], rest[ctx.saved :]
         dy = dy.contiguous()
         weights = [read[: ctx.half], read[ctx.half :]]
         if (ctx.fused or ctx.later is not None) and torch.is_grad_enabled():
@@ -414,13 +426,13 @@ class _GroupedMLP(torch.autograd.Function):
             ctx.later.append(DelayedGradients(handle, w1, w2, ctx.fused, watched))
         elif ctx.fused:
             into = _main_grads(ctx.originals)
-            grads = torch.ops.moe4.grouped_mlp_backward_into(
+            grads = torch.ops.moe4.grouped_mlp_backward_into.default(
                 dy, x, prob, splits, *weights, b1, b2, saved, seed,
                 into[: ctx.n1], into[ctx.n1 :], ctx.options, ctx.input,
             )  # fmt: skip
             dw = [_placeholder(weight) for weight in ctx.originals]
         else:
-            grads = torch.ops.moe4.grouped_mlp_backward(
+            grads = torch.ops.moe4.grouped_mlp_backward.default(
                 dy, x, prob, splits, *weights, b1, b2, saved, seed,
                 ctx.options, ctx.input, ctx.weights, ctx.packed, ctx.dtype,
             )  # fmt: skip
@@ -470,7 +482,8 @@ def grouped_mlp(
     Args:
         x: bfloat16 ``[T, H]`` (any floating dtype under autocast), rows sorted by expert.
         splits: rows of each expert, integers ``[E]``; any size, 0 included. Their sum is at most ``T``; ``y`` and
-            gradients of rows past it are 0.
+            gradients of rows past it are 0. On the device of ``x``, where a GPU's splits are not waited for (see
+            :func:`synchronize`), or on the CPU.
         prob: ``[T]``, routing probability of each row.
         w1: ``[E, N1, H]`` or E tensors ``[N1, H]``, bfloat16 or float32.
         w2: ``[E, H, F]`` or E tensors ``[H, F]``, of the dtype of ``w1``.
@@ -530,7 +543,7 @@ def apply(
 
     With ``later`` each backward appends the weights' gradients to it instead of computing them.
     """
-    expect_cpu("x", x)
+    expect_known_device("x", x)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.bfloat16)
     _check(x, prob, w1, w2, options)
@@ -548,16 +561,16 @@ def apply(
     if quantized is None:
         quantized = [*quantize_weights(w1), *quantize_weights(w2)] if nvfp4 else _read(w1, w2)
     if not (input or weights):
-        half = 3 if nvfp4 else len(w1)
+        half = _QUANTIZED if nvfp4 else len(w1)
         read = list(quantized) or [*w1, *w2]
-        outputs: list[Tensor] = torch.ops.moe4.grouped_mlp_forward(
+        outputs: list[Tensor] = torch.ops.moe4.grouped_mlp_forward.default(
             x, prob, counted, read[:half], read[half:], b1, b2, text, False, False
         )
         return outputs[0]
     if nvfp4 and options.gradient_rounding == "stochastic":
-        seed = torch.randint(0, 2**62, (1,), dtype=torch.int64)
+        seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cpu")
     else:
-        seed = torch.empty(0, dtype=torch.int64)
+        seed = torch.empty(0, dtype=torch.int64, device="cpu")
     fused, later = fused and weights, later if weights else None
     if later is not None and not all(w.is_leaf for w in (*w1, *w2)):
         raise ValueError(
@@ -571,10 +584,10 @@ def apply(
     )  # fmt: skip
 
 
-def quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and amax of one projection, without gradient."""
+def quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scales, amax and values of one projection, without gradient."""
     with torch.no_grad():
-        parts: tuple[Tensor, Tensor, Tensor] = torch.ops.moe4.quantize_weights(
+        parts: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.moe4.quantize_weights.default(
             [weight.detach().to(torch.bfloat16).contiguous() for weight in weights]
         )
     return parts
@@ -609,9 +622,9 @@ def _check(x: Tensor, prob: Tensor, w1: Sequence[Tensor], w2: Sequence[Tensor], 
             if tensor.dtype != dtype:
                 raise TypeError(f"{name}[{at}]: expected {dtype}, as the first weight is, got {tensor.dtype}")
             if tensor.device != x.device:
-                raise ValueError(f"{name}[{at}]: expected a tensor on {x.device}, as x is, got {tensor.device}")
+                raise ValueError(misplaced(f"{name}[{at}]", tensor, x.device))
     if prob.device != x.device:
-        raise ValueError(f"prob: expected a tensor on {x.device}, as x is, got one on {prob.device}")
+        raise ValueError(misplaced("prob", prob, x.device))
     if not prob.is_floating_point():
         raise TypeError(f"prob: expected a floating dtype, got {prob.dtype}")
 

@@ -101,6 +101,48 @@ impl Device {
     }
 }
 
+#[cfg(test)]
+impl Device {
+    /// One that no call of the driver may be made for; it is never closed.
+    pub(crate) fn for_tests() -> std::sync::Arc<Self> {
+        let facts = DeviceFacts {
+            ordinal: 0,
+            name: "none".into(),
+            arch: Arch::new(9, 0).expect("is known"),
+            multiprocessors: 1,
+            memory: 0,
+            driver: 0,
+        };
+        let device = std::sync::Arc::new(Self { facts, device: 0, context: Handle(std::ptr::null_mut()) });
+        std::mem::forget(device.clone());
+        device
+    }
+}
+
+/// The context that a thread had, made current again when this is dropped. Every call of the backend makes the context
+/// of its GPU current; another framework on the same thread may count on its own.
+#[derive(Debug)]
+pub struct CurrentContext {
+    context: Handle<CUcontext>,
+    /// Of the thread that made it.
+    thread: std::marker::PhantomData<*const ()>,
+}
+
+impl CurrentContext {
+    /// That of this thread, or none. The driver is there: a [`Device`] was opened.
+    pub fn keep(_: &Device) -> Result<Self, CallError> {
+        Ok(Self { context: Handle(raw::current()?), thread: std::marker::PhantomData })
+    }
+}
+
+impl Drop for CurrentContext {
+    fn drop(&mut self) {
+        if let Err(e) = raw::set_current(self.context.0) {
+            log::warn!("the context of another framework: {e}");
+        }
+    }
+}
+
 impl Drop for Device {
     fn drop(&mut self) {
         if let Err(e) = raw::release_primary_context(self.device) {

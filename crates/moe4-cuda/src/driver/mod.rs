@@ -4,6 +4,7 @@
 //! they create and release it when dropped. A machine without a driver or a usable GPU gets an [`Unavailable`] that
 //! says which of the two, and nothing else is called.
 
+mod allocator;
 mod device;
 mod error;
 mod event;
@@ -14,7 +15,8 @@ mod raw;
 mod stream;
 mod tensor_map;
 
-pub use device::{Device, DeviceFacts};
+pub use allocator::{Allocation, Allocator, Owner};
+pub use device::{CurrentContext, Device, DeviceFacts};
 pub use error::{CallError, Unavailable};
 pub use event::Event;
 pub use graph::{Graph, Recording};

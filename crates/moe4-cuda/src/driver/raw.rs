@@ -118,6 +118,11 @@ pub(super) fn set_current(context: CUcontext) -> Checked {
     calling!(cuCtxSetCurrent(context))
 }
 
+/// Null if the thread has none.
+pub(super) fn current() -> Checked<CUcontext> {
+    Ok(returning!(cuCtxGetCurrent()))
+}
+
 /// Bytes that the pool of the device keeps and nobody uses.
 pub(super) fn kept_memory(device: CUdevice) -> Checked<u64> {
     let pool = returning!(cuDeviceGetDefaultMemPool(device));

@@ -41,6 +41,11 @@ impl Stream {
         &self.inner.device
     }
 
+    /// Its `CUstream` as an address, as other frameworks name it.
+    pub fn handle(&self) -> usize {
+        self.inner.handle.0 as usize
+    }
+
     /// Waits for all work enqueued so far.
     pub fn synchronize(&self) -> Result<(), CallError> {
         raw::synchronize(self.bound()?)
@@ -54,6 +59,13 @@ impl Stream {
     /// Whether work goes into a graph instead of running.
     pub fn is_capturing(&self) -> Result<bool, CallError> {
         raw::is_capturing(self.bound()?)
+    }
+
+    /// One that nothing may be enqueued on.
+    #[cfg(test)]
+    pub(crate) fn for_tests(device: Arc<Device>) -> Self {
+        let handle = Handle(std::ptr::null_mut());
+        Self { inner: Arc::new(Inner { device, handle, owned: false }) }
     }
 
     /// The handle, with the device's context made this thread's.

@@ -19,9 +19,9 @@ unsafe impl Zeroable for AddressesArgument {}
 // SAFETY: as above.
 unsafe impl Pod for AddressesArgument {}
 
-/// The addresses in device memory. They travel as arguments of launches, so that a graph holds them.
-pub(super) fn addresses(cuda: &Cuda, places: &[u64]) -> Result<DeviceBytes, Error> {
-    let table = cuda.on(DeviceBytes::new(cuda.stream(), size_of_val(places)))?;
+/// The addresses, or other numbers of 64 bits, in device memory. They travel as arguments of launches, so that a graph holds them.
+pub(crate) fn addresses(cuda: &Cuda, places: &[u64]) -> Result<DeviceBytes, Error> {
+    let table = cuda.bytes(size_of_val(places))?;
     let kernel = cuda.kernel(&plain("addresses"))?;
     for (i, places) in places.chunks(MOST).enumerate() {
         let mut given = AddressesArgument::zeroed();

@@ -23,6 +23,7 @@ mod quantize_weights;
 mod unpack;
 mod unpermute;
 
+pub(crate) use addresses::addresses;
 pub(crate) use column_sums::variant as column_sums_variant;
 pub(crate) use copy_pages::{
     MOST_PARTS, PAGE_LIMIT, PartArgument, Store, WORD, copy_pages, variant as copy_pages_variant,

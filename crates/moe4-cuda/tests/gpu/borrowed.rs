@@ -10,8 +10,10 @@ use moe4::tensor::Groups;
 use moe4_conformance::compare::{bf16_bits, f32_bits};
 use moe4_conformance::drive::{self, permute};
 use moe4_conformance::{Outcome, data};
-use moe4_cuda::driver::{Event, Stream};
+use moe4_cuda::driver::{Allocation, Allocator, Event, Stream};
 use moe4_cuda::{Cuda, CudaOptions, DeviceBuffer, DeviceView, DeviceViewMut};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 const ROWS: usize = 5000;
 const COLS: usize = 512;
@@ -114,6 +116,97 @@ fn streams_of_others() {
         let refused = legacy.capture(|| Ok(()));
         assert!(matches!(refused, Err(Error::Device(_))), "{refused:?}");
         works(&legacy)
+    };
+    must(compared());
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn streams_of_one_gpu_share_kernels_and_faults() {
+    let host = data::normal(ROWS * COLS, 1.0, 1230);
+    let compared = || -> Outcome {
+        let first = another();
+        let second = first.with_stream(called(Stream::new(first.stream().device().clone()))?);
+        let expected = drive::amax(&Cpu::new(), &host, COLS, &splits())?;
+        let x = second.upload(&host)?;
+        f32_bits("amax", &[3], &expected, &amaxes(&second, x.view())?)?;
+
+        // A fault on one stream is seen from the other, without waiting once the device has come so far.
+        first.check_faults()?;
+        let wrong = second.send(&[1, -1])?;
+        let groups = second.groups_from(wrong.view(), 5)?;
+        called(second.stream().synchronize())?;
+        let told = first.check_faults().expect_err("the fault").to_string();
+        assert!(told.starts_with("splits[1]: expected 0 to"), "{told}");
+        first.check_faults()?;
+        second.synchronize()?;
+        drop(groups);
+        Ok(())
+    };
+    must(compared());
+}
+
+/// Memory of another backend, as another framework would give it.
+#[derive(Debug)]
+struct Lender {
+    owner: Cuda,
+    lent: Arc<AtomicUsize>,
+    empty: Mutex<bool>,
+}
+
+/// Counts itself away.
+struct Lent(#[allow(dead_code, reason = "freed with the rest")] DeviceBuffer<u8>, Arc<AtomicUsize>);
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        self.1.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Allocator for Lender {
+    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Allocation, String> {
+        assert_eq!(stream.handle(), self.owner.stream().handle());
+        if *self.empty.lock().expect("no test panics with it") {
+            return Err("nothing left".into());
+        }
+        let buffer = self.owner.empty::<u8>(bytes).map_err(|e| e.to_string())?;
+        self.lent.fetch_add(1, Ordering::Relaxed);
+        let address = buffer.view().address();
+        Ok(Allocation { address, owner: Box::new(Lent(buffer, self.lent.clone())) })
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn memory_of_an_allocator() {
+    let owner = another();
+    let stream = owner.stream().clone();
+    let lent = Arc::new(AtomicUsize::new(0));
+    let lender = Arc::new(Lender { owner, lent: lent.clone(), empty: Mutex::new(false) });
+    let options = CudaOptions { allocator: Some(lender.clone()), ..CudaOptions::default() };
+    let user = Cuda::on_stream(stream, &options).unwrap_or_else(|e| panic!("{e}"));
+    let lent = || lent.load(Ordering::Relaxed);
+    let compared = || -> Outcome {
+        let groups = Groups::new(&[30, 0, 17], 50).expect("fits");
+        let host = data::normal(50 * 48, 1.0, 1240);
+        Case::new(&host, 48, &groups, settings(12)[0]).as_on_the_cpu(&user)?;
+        assert_eq!(lent(), 0, "all went back");
+
+        let x = user.upload(&host)?;
+        let address = x.view().address();
+        let given = x.into_owner().expect("it is of the allocator");
+        assert!(given.is::<Lent>() && lent() == 1, "handed over");
+        // SAFETY: `given` keeps the memory, which nobody writes.
+        let view: DeviceView<'_, bf16> = unsafe { DeviceView::from_raw(address, host.len()) };
+        bf16_bits("handed over", &[50, 48], &host, &user.download(view)?)?;
+        drop(given);
+        assert_eq!(lent(), 0);
+        assert!(user.empty::<f32>(0)?.into_owner().is_none());
+
+        *lender.empty.lock().expect("no test panics with it") = true;
+        let refused = user.empty::<f32>(8).expect_err("nothing left").to_string();
+        assert!(refused.contains("32 bytes") && refused.contains("nothing left"), "{refused}");
+        Ok(())
     };
     must(compared());
 }

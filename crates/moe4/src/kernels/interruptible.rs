@@ -22,6 +22,11 @@ impl<'b, B: Backend> Interruptible<'b, B> {
         Self { inner, stop }
     }
 
+    /// The backend itself, which does not stop.
+    pub fn inner(&self) -> &'b B {
+        self.inner
+    }
+
     fn go_on(&self) -> Result<(), Error> {
         if !self.stop.load(Ordering::Relaxed) {
             return Ok(());

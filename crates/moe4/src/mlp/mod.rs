@@ -42,7 +42,7 @@ pub use stash::{
 };
 pub use trace::{Trace, TracedData, TracedTensor};
 pub use weight_cache::{StaleWeights, WeightCache};
-pub use weights::{Biases, PackedView, PreparedWeights, WeightSource, WeightsView};
+pub use weights::{Biases, Nvfp4Weights, PackedView, PreparedWeights, WeightSource, WeightsView};
 
 use crate::kernels::Error;
 

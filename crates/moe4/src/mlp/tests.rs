@@ -472,7 +472,10 @@ fn weights_that_do_not_fit_are_named() {
         let cut = |name: &str, len: usize| if name == codes { len - 1 } else { len };
         mlp.weights_nvfp4::<Host>(
             PackedView::<Host> { codes: view(cut("w1", c1)), scales: view(s1), amax: &f[..] },
-            PackedView::<Host> { codes: view(c2), scales: view(cut("w2", s2)), amax: &f[..] },
+            Nvfp4Weights {
+                packed: PackedView::<Host> { codes: view(c2), scales: view(cut("w2", s2)), amax: &f[..] },
+                unpacked: Some(&w[..cut("w2 values", 4 * 32 * 32)]),
+            },
             None,
         )
         .map(drop)
@@ -481,6 +484,7 @@ fn weights_that_do_not_fit_are_named() {
     q("").unwrap();
     assert!(q("w1").unwrap_err().contains("w1 of shape [4, 64, 16]"));
     assert!(q("w2").unwrap_err().contains("w2 of shape [4, 32, 2]"));
+    assert!(q("w2 values").unwrap_err().contains("w2 of shape [4, 32, 32]"));
     let plain = GroupedMlp::new(GroupedMlpConfig { precision: Precision::Bf16, ..config() }).unwrap();
     let short = WeightSource::PerExpert(vec![&w[..64 * 32]; 3]);
     let (w1, w2) = (WeightSource::Packed(&w[..]), WeightSource::Packed(&w[..4 * 32 * 32]));

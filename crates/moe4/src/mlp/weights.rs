@@ -13,6 +13,21 @@ use half::bf16;
 /// A packed operand, borrowed.
 pub type PackedView<'a, M> = Nvfp4<View<'a, M, u8>, View<'a, M, f32>>;
 
+/// Quantized weights of one projection, as `quantize_weights` makes them.
+pub struct Nvfp4Weights<'a, M: Memory> {
+    /// Codes `[E, n, k/2]`, scales `[E, n, k/16]`, amax `[E]`.
+    pub packed: PackedView<'a, M>,
+    /// The values `[E, n, k]` that the codes stand for, for a backend that asks for
+    /// [unpacked operands](crate::kernels::Capabilities::unpacked_operands); without them it unpacks in each product.
+    pub unpacked: Option<View<'a, M, bf16>>,
+}
+
+impl<'a, M: Memory> From<PackedView<'a, M>> for Nvfp4Weights<'a, M> {
+    fn from(packed: PackedView<'a, M>) -> Self {
+        Self { packed, unpacked: None }
+    }
+}
+
 /// The weights of one projection, BF16.
 pub enum WeightSource<'a, M: Memory> {
     /// One tensor `[E, n, k]`.
@@ -195,17 +210,21 @@ impl GroupedMlp {
     /// [`GroupedMlp::forward_view`].
     pub fn weights_nvfp4<'a, M: Memory>(
         &self,
-        w1: PackedView<'a, M>,
-        w2: PackedView<'a, M>,
+        w1: impl Into<Nvfp4Weights<'a, M>>,
+        w2: impl Into<Nvfp4Weights<'a, M>>,
         biases: Option<Biases<'a, M>>,
     ) -> Result<WeightsView<'a, M>, Misuse> {
+        let (w1, w2) = (w1.into(), w2.into());
         let (kernel, experts, [s1, s2]) = ("weights_nvfp4", self.config.experts, self.weight_shapes());
-        for (name, q, WeightShape { n, k }) in [("w1", &w1, s1), ("w2", &w2, s2)] {
+        for (name, w, WeightShape { n, k }) in [("w1", &w1, s1), ("w2", &w2, s2)] {
+            let Nvfp4Weights { packed: q, unpacked } = w;
             expect_len(kernel, name, &[experts, n, k / 2], M::len(&q.codes))?;
             expect_len(kernel, name, &[experts, n, k / BLOCK], M::len(&q.scales))?;
             expect_len(kernel, name, &[experts], M::len(&q.amax))?;
+            unpacked.iter().try_for_each(|w| expect_len(kernel, name, &[experts, n, k], M::len(w)))?;
         }
-        let [w1, w2] = [w1, w2].map(|packed| WeightOperand::Nvfp4 { packed, unpacked: None });
+        let [w1, w2] =
+            [w1, w2].map(|Nvfp4Weights { packed, unpacked }| WeightOperand::Nvfp4 { packed, unpacked });
         self.weights_view(kernel, w1, w2, biases)
     }
 

@@ -113,6 +113,11 @@ impl Groups {
         self.padded_offsets[self.experts()]
     }
 
+    /// Token positions that hold any splits of `rows` over `experts`: each expert wastes at most 15.
+    pub fn most_padded_rows(experts: usize, rows: usize) -> usize {
+        (rows + (BLOCK - 1) * experts) / BLOCK * BLOCK
+    }
+
     /// The rows of `expert`.
     pub fn range(&self, expert: usize) -> Range<usize> {
         self.offsets[expert]..self.offsets[expert + 1]
@@ -167,6 +172,16 @@ mod tests {
         assert_eq!((g.range(1), g.range(3)), (37..37, 38..102));
         assert_eq!((g.padded_range(1), g.padded_range(2)), (48..48, 48..64));
         assert_eq!(g.splits().collect::<Vec<_>>(), [37, 0, 1, 64, 15]);
+    }
+
+    #[test]
+    fn the_bound_on_padding_holds_and_is_reached() {
+        for splits in [vec![1; 5], vec![17, 1, 33], vec![0, 16, 1], vec![0]] {
+            let rows = splits.iter().sum();
+            let padded = Groups::new(&splits, rows).unwrap().padded_rows();
+            assert!(padded <= Groups::most_padded_rows(splits.len(), rows), "{splits:?}");
+        }
+        assert_eq!(Groups::most_padded_rows(5, 5), 80);
     }
 
     #[test]

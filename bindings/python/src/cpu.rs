@@ -17,62 +17,18 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use moe4::kernels::cpu::Cpu;
-use moe4::kernels::{Backend, Error, Host, Interruptible};
+use moe4::kernels::{Host, Interruptible};
+use moe4::tensor::Groups;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use crate::error::raise;
-use crate::exchange::Exchange;
-use crate::torch::Torch;
+use crate::dlpack;
+use crate::place::{Failure, Place};
+use crate::splits::Splits;
+use crate::torch::{Handed, Torch};
 
 const POLL: Duration = Duration::from_millis(50);
-
-/// A kind of device: where tensors are, and the backend that works on them there.
-///
-/// The functions of this module are written for any place; which one a call is for, its tensors say.
-pub(crate) trait Place {
-    type Memory: Exchange;
-    type Backend<'b>: Backend<Memory = Self::Memory>;
-
-    /// Runs `work` without the interpreter's lock.
-    fn run<R: Send>(
-        py: Python<'_>,
-        work: impl FnOnce(&Self::Backend<'_>) -> Result<R, Failure> + Send,
-    ) -> PyResult<R>;
-}
-
-/// What can go wrong in work: in the library, or in a check of a tensor.
-pub(crate) enum Failure {
-    Library(Error),
-    Python(PyErr),
-}
-
-impl<E: Into<Error>> From<E> for Failure {
-    fn from(error: E) -> Self {
-        Failure::Library(error.into())
-    }
-}
-
-impl Failure {
-    fn raise(self) -> PyErr {
-        match self {
-            Failure::Library(error) => raise(error),
-            Failure::Python(error) => error,
-        }
-    }
-}
-
-/// Lets a check of a tensor fail within work.
-pub(crate) trait Checked<T> {
-    fn checked(self) -> Result<T, Failure>;
-}
-
-impl<T> Checked<T> for PyResult<T> {
-    fn checked(self) -> Result<T, Failure> {
-        self.map_err(Failure::Python)
-    }
-}
 
 /// Host memory and the CPU backend.
 pub(crate) struct OnCpu;
@@ -82,10 +38,33 @@ impl Place for OnCpu {
     type Backend<'b> = Interruptible<'b, Cpu>;
 
     fn run<R: Send>(
+        &self,
         py: Python<'_>,
         work: impl FnOnce(&Interruptible<'_, Cpu>) -> Result<R, Failure> + Send,
     ) -> PyResult<R> {
         on_cpu(py, work)
+    }
+
+    fn groups(_: &Interruptible<'_, Cpu>, splits: &Splits) -> Result<Groups, Failure> {
+        Ok(splits.on_host()?.clone())
+    }
+
+    fn groups_for_any(backend: &Interruptible<'_, Cpu>, splits: &Splits) -> Result<Groups, Failure> {
+        Self::groups(backend, splits)
+    }
+
+    fn hand_over<'py, T: Handed>(
+        &self,
+        py: Python<'py>,
+        mut buffer: Vec<T>,
+        shape: &[usize],
+    ) -> PyResult<Bound<'py, PyAny>> {
+        assert_eq!(buffer.len(), shape.iter().product::<usize>(), "a buffer of shape {shape:?}");
+        let data = buffer.as_mut_ptr().cast();
+        // SAFETY: the elements of a vector stay where they are when the vector moves into its box, which owns them
+        // alone from now on; the length was checked.
+        let capsule = unsafe { dlpack::capsule::<T>(py, data, shape, dlpack::CPU, Box::new(buffer))? };
+        Torch::get(py)?.unpack(capsule)
     }
 }
 
