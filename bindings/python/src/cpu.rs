@@ -18,14 +18,17 @@ use std::time::Duration;
 
 use moe4::kernels::cpu::Cpu;
 use moe4::kernels::{Host, Interruptible};
+use moe4::mlp::RandomSeed;
 use moe4::tensor::Groups;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::dlpack;
-use crate::place::{Failure, Place};
+use crate::place::{Checked, Failure, Place};
+use crate::seed::Seed;
 use crate::splits::Splits;
+use crate::tensor::{Device, misplaced};
 use crate::torch::{Handed, Torch};
 
 const POLL: Duration = Duration::from_millis(50);
@@ -51,6 +54,17 @@ impl Place for OnCpu {
 
     fn groups_for_any(backend: &Interruptible<'_, Cpu>, splits: &Splits) -> Result<Groups, Failure> {
         Self::groups(backend, splits)
+    }
+
+    fn seeded<R>(
+        _: &Interruptible<'_, Cpu>,
+        seed: &Seed,
+        work: impl FnOnce(RandomSeed) -> Result<R, Failure>,
+    ) -> Result<R, Failure> {
+        match seed {
+            Seed::Host(seed) => work(*seed),
+            Seed::Gpu(tensor) => Err(misplaced("seed", tensor.device(), Device::Cpu)).checked(),
+        }
     }
 
     fn hand_over<'py, T: Handed>(

@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use moe4::kernels::activation::Activation;
 use moe4::kernels::{Backend, Error, Interruptible};
 use moe4::mlp::GluLayout;
+use moe4::mlp::RandomSeed;
 use moe4_cuda::catalog::{activation_variants, catalog};
 use moe4_cuda::compile::{Compiling, Watch};
 use moe4_cuda::driver::{Allocation, Allocator, CallError, CurrentContext, Device, Event, Stream};
@@ -30,6 +31,7 @@ use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyTuple};
 
 use crate::place::{Checked, Failure, Place};
+use crate::seed::Seed;
 use crate::splits::Splits;
 use crate::torch::{Dtype, Handed, Torch};
 
@@ -143,6 +145,19 @@ impl Place for OnCuda {
                 Ok(cuda.groups_from(cuda.send(&numbers)?.view(), groups.rows())?)
             }
             Splits::Gpu(splits, rows) => Ok(cuda.groups_from(splits.device_i64(), *rows)?),
+        }
+    }
+
+    fn seeded<R>(
+        backend: &Interruptible<'_, Cuda>,
+        seed: &Seed,
+        work: impl FnOnce(RandomSeed) -> Result<R, Failure>,
+    ) -> Result<R, Failure> {
+        match seed {
+            Seed::Host(seed) => work(*seed),
+            Seed::Gpu(tensor) => {
+                backend.inner().shifting_streams(tensor.device_word(), || work(RandomSeed::default()))
+            }
         }
     }
 

@@ -95,8 +95,10 @@ fn at<'py, P: Place>(
         let parts = call.parts::<P::Memory>(mlp, &groups).checked()?;
         let saved = mlp.saved_view::<P::Memory>(needs, parts)?;
         let dy = call.dy.view::<P::Memory, bf16>().checked()?;
-        let args = BackwardArgs { dy, random: call.seed, dw: None, trace: None };
-        let made = mlp.backward_delayed_view(backend, &saved, args)?;
+        let made = P::seeded(backend, &call.seed, |random| {
+            let args = BackwardArgs { dy, random, dw: None, trace: None };
+            Ok(mlp.backward_delayed_view(backend, &saved, args)?)
+        })?;
         drop(saved);
         Ok((made, groups))
     })?;

@@ -26,6 +26,7 @@ mod operator;
 mod options;
 mod place;
 mod quantizers;
+mod seed;
 mod splits;
 mod tensor;
 mod torch;

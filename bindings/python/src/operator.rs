@@ -12,8 +12,8 @@ use half::bf16;
 use moe4::kernels::{Buffer, Extent};
 use moe4::mlp::{
     BackwardArgs, Biases, ForwardTensors, ForwardViewArgs, GradBuffers, GradMode, Gradients, GroupedMlp,
-    Needs, Nvfp4Weights, Packed, Plan, Precision, RandomSeed, SavedAs, SavedParts, SavedTensor,
-    SavedTensorView, WeightGrad, WeightGrads, WeightShape, WeightSource, WeightsView,
+    Needs, Nvfp4Weights, Packed, Plan, Precision, SavedAs, SavedParts, SavedTensor, SavedTensorView,
+    WeightGrad, WeightGrads, WeightShape, WeightSource, WeightsView,
 };
 use moe4::tensor::{Groups, Nvfp4, OperandShape};
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -23,6 +23,7 @@ use crate::error::raise;
 use crate::exchange::Exchange;
 use crate::options::{needs, parse};
 use crate::place::{Checked, Place, dispatch};
+use crate::seed::Seed;
 use crate::splits::Splits;
 use crate::tensor::{Tensor, common_device, expect_disjoint};
 use crate::torch::Dtype;
@@ -332,7 +333,7 @@ pub(crate) struct Backward {
     prob: Tensor,
     params: Weights,
     pub(crate) saved: SavedList,
-    pub(crate) seed: RandomSeed,
+    pub(crate) seed: Seed,
 }
 
 impl Backward {
@@ -349,14 +350,15 @@ impl Backward {
             prob: Tensor::new("prob", prob)?,
             params: Weights::new(w1, w2, b1, b2)?,
             saved: SavedList::new(saved, &plan)?,
-            seed: read_seed(seed)?,
+            seed: Seed::new(seed)?,
             plan,
         })
     }
 
     /// All that is read.
     pub(crate) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
-        [&self.dy, &self.prob, &self.x].into_iter().chain(self.saved.tensors()).chain(self.params.tensors())
+        let (saved, params) = (self.saved.tensors(), self.params.tensors());
+        [&self.dy, &self.prob, &self.x].into_iter().chain(self.seed.tensor()).chain(saved).chain(params)
     }
 
     /// `T`.
@@ -413,7 +415,9 @@ fn backward_at<'py, P: Place>(
             false => None,
         };
         let dy = call.dy.view::<P::Memory, bf16>().checked()?;
-        Ok(mlp.backward_view(backend, &saved, BackwardArgs { dy, random: call.seed, dw, trace: None })?)
+        P::seeded(backend, &call.seed, |random| {
+            Ok(mlp.backward_view(backend, &saved, BackwardArgs { dy, random, dw, trace: None })?)
+        })
     })?;
     give(py, place, mlp, rows, gradients)
 }
@@ -474,10 +478,4 @@ fn weight_grad<M: Exchange>(
         }
     };
     Ok(WeightGrad { buffers, mode })
-}
-
-/// A seed of 64 bits from an int64 tensor `[1]`, or 0 from an empty one.
-fn read_seed(seed: &Object<'_>) -> PyResult<RandomSeed> {
-    let seed: Vec<i64> = seed.call_method0("tolist")?.extract()?;
-    Ok(RandomSeed { seed: seed.first().map_or(0, |&s| s as u64), call: 0 })
 }

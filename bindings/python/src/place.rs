@@ -4,10 +4,12 @@
 //! ([`common_device`](crate::tensor::common_device)), and [`dispatch`] goes there.
 
 use moe4::kernels::{Backend, Buffer, Error, Memory};
+use moe4::mlp::RandomSeed;
 use pyo3::prelude::*;
 
 use crate::error::raise;
 use crate::exchange::Exchange;
+use crate::seed::Seed;
 use crate::splits::Splits;
 use crate::torch::Handed;
 
@@ -36,6 +38,13 @@ pub(crate) trait Place {
         backend: &Self::Backend<'_>,
         splits: &Splits,
     ) -> Result<<Self::Memory as Memory>::Groups, Failure>;
+
+    /// Runs `work` with the random numbers of a seed that is here or on the host.
+    fn seeded<R>(
+        backend: &Self::Backend<'_>,
+        seed: &Seed,
+        work: impl FnOnce(RandomSeed) -> Result<R, Failure>,
+    ) -> Result<R, Failure>;
 
     /// A torch tensor that owns the buffer from now on.
     ///

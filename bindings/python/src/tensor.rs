@@ -232,6 +232,16 @@ impl Tensor {
         unsafe { DeviceView::from_raw(self.address as u64, self.len()) }
     }
 
+    /// The value of an int64 tensor of one element on a GPU, modulo 2^64.
+    ///
+    /// # Panics
+    /// If it is another tensor.
+    pub(crate) fn device_word(&self) -> DeviceView<'_, u64> {
+        assert!(self.device != Device::Cpu && self.dtype == Dtype::I64 && self.len() == 1);
+        // SAFETY: as for `device_i64`; any bits are a value.
+        unsafe { DeviceView::from_raw(self.address as u64, 1) }
+    }
+
     fn bytes(&self) -> usize {
         self.dtype.bytes() * self.len()
     }
