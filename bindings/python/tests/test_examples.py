@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import pathlib
 import subprocess
 import sys
@@ -38,3 +39,15 @@ def test_expert_parallel() -> None:
 def test_plan() -> None:
     out = run(str(FOLDER / "plan.py"))
     assert out.count("saved:") == 3 and "amax of h" in out
+
+
+def test_language_model(tmp_path: pathlib.Path) -> None:
+    sizes = {"steps": 4, "batch": 2, "context": 32, "hidden": 32, "ffn": 32, "experts": 2, "layers": 1, "out": tmp_path}
+    run(str(FOLDER / "language_model.py"), *(word for k, v in sizes.items() for word in (f"--{k}", str(v))))
+    with open(tmp_path / "losses.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    first = {row["kind"]: float(row["loss"]) for row in rows if row["step"] == "0"}
+    assert len(rows) == 12 and set(first) == {"bf16", "nvfp4", "emulated"}
+    # Before any update the kinds differ by their rounding alone.
+    assert max(first.values()) - min(first.values()) < 0.01 * first["bf16"]
+    assert (tmp_path / "losses.svg").read_text().count("<polyline") == 3
