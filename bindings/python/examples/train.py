@@ -1,6 +1,6 @@
 """A training loop: a small classifier with a mixture-of-experts layer, in BF16 and in NVFP4.
 
-    python examples/train.py
+    python examples/train.py [--device cuda]
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def train(precision: str, steps: int) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
-    steps = parser.parse_args().steps
-    losses = {precision: train(precision, steps) for precision in ("bf16", "nvfp4")}
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    torch.set_default_device(options.device)
+    losses = {precision: train(precision, options.steps) for precision in ("bf16", "nvfp4")}
     print(f"nvfp4 ends {100 * (losses['nvfp4'] / losses['bf16'] - 1):+.1f} % from bf16")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _moe4, _operator
+from ._autograd import DelayedGradients
 from ._convert import Splits
 from ._options import Activation, DcAmax, GluLayout, GradientRounding, Options, Precision
 
@@ -109,7 +110,7 @@ class GroupedMLP(nn.Module):
             for weight in (*_listed(self.w1), *_listed(self.w2)):
                 setattr(weight, "skip_backward_post_hook", True)  # noqa: B010
         self._held: Optional[tuple[int, list[Tensor]]] = None
-        self._delayed: deque[_operator.DelayedGradients] = deque()
+        self._delayed: deque[DelayedGradients] = deque()
         self._hooks: list[Callable[[], object]] = []
         self.reset_parameters()
 
