@@ -60,8 +60,9 @@ def grouped_mlp(
     Returns:
         bfloat16 ``[T, H]``.
 
-    Gradients flow to ``x``, ``prob``, weights and biases. Seeds of stochastic rounding are drawn from torch's generator
-    in the forward, so that ``torch.manual_seed`` makes runs repeat.
+    Gradients flow to ``x``, ``prob``, weights and biases. Seeds of stochastic rounding are drawn in the forward from
+    torch's generator for the device of ``x``, so that ``torch.manual_seed`` makes runs repeat, and a CUDA graph rounds
+    otherwise in each replay.
     """
     first, second = _listed(w1), _listed(w2)
     if x.dim() != 2 or not first or not second:
@@ -127,9 +128,10 @@ def apply(
         )
         return outputs[0]
     if nvfp4 and options.gradient_rounding == "stochastic":
-        seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cpu")
+        # On the device of `x`: there kernels read it, nothing waits, and a graph draws another one in each replay.
+        seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=x.device)
     else:
-        seed = torch.empty(0, dtype=torch.int64, device="cpu")
+        seed = torch.empty(0, dtype=torch.int64, device=x.device)
     fused, later = fused and weights, later if weights else None
     if later is not None and not all(w.is_leaf for w in (*w1, *w2)):
         raise ValueError(
