@@ -6,10 +6,11 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use half::bf16;
 use moe4::kernels::cpu::Cpu;
+use moe4::kernels::work::Rows;
 use moe4::kernels::{Backend, Host, Ledger};
 use moe4::mlp::{
-    BackwardArgs, Biases, Forward, ForwardArgs, GradMode, GroupedMlp, Needs, PreparedWeights, RandomSeed,
-    WeightGrad, WeightGrads, WeightSource,
+    BackwardArgs, Biases, Forward, ForwardArgs, GradMode, GroupedMlp, Needs, PeakBytes, PreparedWeights,
+    RandomSeed, WeightGrad, WeightGrads, WeightSource,
 };
 use moe4::numerics::philox::philox4x32;
 use moe4::tensor::Groups;
@@ -34,7 +35,7 @@ struct Step<'a> {
 
 /// The machine, and the median time of each pass in the order of the plan.
 pub(super) fn run(mlp: &GroupedMlp, needs: Needs, groups: &Groups) -> Result<(String, Vec<Duration>)> {
-    check_memory(mlp, groups)?;
+    check_memory(mlp, needs, groups)?;
     let backend = Cpu::new();
     let ledger = Ledger::new(&backend);
     let bar = output::step_progress("measuring", STEPS as u64 + 1);
@@ -62,12 +63,13 @@ pub(super) fn run(mlp: &GroupedMlp, needs: Needs, groups: &Groups) -> Result<(St
 }
 
 /// Refuses a shape that this machine has no room for, rather than dying half-way.
-fn check_memory(mlp: &GroupedMlp, groups: &Groups) -> Result<()> {
+fn check_memory(mlp: &GroupedMlp, needs: Needs, groups: &Groups) -> Result<()> {
     let c = mlp.config();
     let weights: usize = mlp.weight_shapes().iter().map(|s| c.experts * s.n * s.k).sum();
-    let row = c.hidden + c.ffn + c.fc1_rows();
-    // Weights in BF16, packed, and their gradients; x, dy, dx, y, c, dc, h, their copies and dh for each row.
-    let needed = weights * (2 + 1 + 4) + groups.rows() * row * 8;
+    let rows = Rows { rows: groups.rows(), padded: groups.padded_rows(), experts: groups.experts() };
+    let PeakBytes { forward, backward } = mlp.plan(needs).peak_bytes(rows, false);
+    // Weights in BF16, packed, and their gradients; x, dy and y; the operator, and a fifth for scratch of its kernels.
+    let needed = weights * (2 + 1 + 4) + rows.rows * c.hidden * 3 * 2 + forward.max(backward) / 5 * 6;
     let ram = RefreshKind::nothing().with_memory(MemoryRefreshKind::nothing().with_ram());
     let Ok(system) = System::new_with_specifics(ram) else { return Ok(()) };
     let available = system.available_memory();

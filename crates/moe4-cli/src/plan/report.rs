@@ -17,6 +17,7 @@ pub(super) struct Report {
     pub(super) copies: Vec<Copy>,
     pub(super) passes: Vec<Pass>,
     pub(super) saved: Vec<Saved>,
+    pub(super) peak: Vec<Peak>,
     pub(super) options: Vec<Alternative>,
     pub(super) measured_on: Option<String>,
 }
@@ -73,6 +74,16 @@ pub(super) struct Saved {
     pub(super) bf16: usize,
 }
 
+/// The most bytes that buffers of the operator hold at once.
+#[derive(Serialize)]
+pub(super) struct Peak {
+    pub(super) phase: &'static str,
+    /// On a backend whose products read packed operands, such as a CPU.
+    pub(super) packed: usize,
+    /// On one whose products read BF16 values, such as a GPU.
+    pub(super) unpacked: usize,
+}
+
 /// What another choice of one option would change.
 #[derive(Serialize)]
 pub(super) struct Alternative {
@@ -107,6 +118,7 @@ impl Report {
             copies: copies(&plan, groups),
             passes: passes(&plan, rows),
             saved: saved(config, needs, rows),
+            peak: peak(&plan, rows),
             options: alternatives(config, needs, rows),
             measured_on: None,
         }
@@ -219,6 +231,14 @@ fn saved(config: &GroupedMlpConfig, needs: Needs, rows: Rows) -> Vec<Saved> {
         bf16: bf16[i].bytes,
     };
     (0..this.len()).map(row).collect()
+}
+
+fn peak(plan: &Plan, rows: Rows) -> Vec<Peak> {
+    let [packed, unpacked] = [false, true].map(|unpacked| plan.peak_bytes(rows, unpacked));
+    vec![
+        Peak { phase: "forward", packed: packed.forward, unpacked: unpacked.forward },
+        Peak { phase: "backward", packed: packed.backward, unpacked: unpacked.backward },
+    ]
 }
 
 fn alternatives(config: &GroupedMlpConfig, needs: Needs, rows: Rows) -> Vec<Alternative> {

@@ -33,6 +33,7 @@ pub(super) fn format(report: &Report) -> String {
     }
     section("Passes, in order", passes(report));
     section("Saved for the backward", saved(report));
+    section("At most in memory at once, beside inputs, weights and their gradients", peak(report));
     section("What each option would change", options(report));
     text
 }
@@ -107,6 +108,13 @@ fn saved(report: &Report) -> String {
         rows.push(shares);
     }
     table(&["tensor", "as", "this plan", "recompute off", "recompute on", "bf16"], 2, rows)
+}
+
+fn peak(report: &Report) -> String {
+    let row =
+        |p: &super::report::Peak| vec![p.phase.to_owned(), bytes(p.packed as f64), bytes(p.unpacked as f64)];
+    let heads = ["phase", "packed operands (CPU)", "BF16 values (GPU)"];
+    table(&heads, 1, report.peak.iter().map(row).collect())
 }
 
 fn options(report: &Report) -> String {

@@ -94,8 +94,8 @@ pub struct DelayedBackward<M: Memory> {
 /// A backward up to the weights' gradients and `dx`.
 struct Started<M: Memory> {
     gradients: Gradients<M>,
-    /// `[T, N1]`.
-    dc: Buffer<M, bf16>,
+    /// `[T, N1]`, where it has no copies: in BF16.
+    dc: Option<Buffer<M, bf16>>,
     dc_copies: Copies<M>,
     /// The columnwise copy of `dy`; none in BF16.
     dy: Option<OwnedOperand<M>>,
@@ -104,12 +104,13 @@ struct Started<M: Memory> {
 }
 
 impl<M: Memory> Started<M> {
-    fn rowwise_dc(&self) -> Operand<'_, M> {
-        operand_or(&self.dc_copies.rowwise, M::view(&self.dc))
-    }
-
-    fn columnwise_dc(&self) -> Operand<'_, M> {
-        operand_or(&self.dc_copies.columnwise, M::view(&self.dc))
+    /// `dc` as a product reads it: this copy of it, or the tensor itself.
+    fn dc_or<'a>(&'a self, copy: &'a Option<OwnedOperand<M>>) -> Result<Operand<'a, M>, Error> {
+        match (copy, &self.dc) {
+            (Some(copy), _) => Ok(copy.view()),
+            (None, Some(dc)) => Ok(Operand::Bf16(M::view(dc))),
+            (None, None) => Err(misuse("dc", "no copy of it was made for this product", INCONSISTENT)),
+        }
     }
 }
 
@@ -158,7 +159,7 @@ impl GroupedMlp {
             };
             let operands = WgradOperands {
                 dy: operand_or(&dy_copy, B::Memory::shorten(dy)),
-                dc: started.columnwise_dc(),
+                dc: started.dc_or(&started.dc_copies.columnwise)?,
                 x: saved.x.operand().ok_or_else(|| not_saved("x"))?,
                 h,
             };
@@ -220,7 +221,10 @@ impl GroupedMlp {
             plan: Plan::clone(&saved.plan),
             groups: saved.groups.clone(),
             dy,
-            dc: dc_copies.columnwise.unwrap_or(OwnedOperand::Bf16(dc)),
+            dc: match dc_copies.columnwise.or(dc.map(OwnedOperand::Bf16)) {
+                Some(dc) => dc,
+                None => return Err(misuse("dc", "no copy of it was made for its weights", INCONSISTENT)),
+            },
             h,
         };
         Ok(BackwardTensors { gradients, weights })
@@ -248,7 +252,8 @@ impl GroupedMlp {
         let (c, prob) = (B::Memory::shorten(*c), B::Memory::shorten(*prob));
         let grouped_dy = Grouped { name: "dy", data: dy, cols: hidden, groups };
         let dy_rounding = random.rounding(config.gradient_rounding, 0);
-        let dy_copies = quantize_gradient(backend, &plan.dy, &grouped_dy, None, dy_rounding, &mut trace)?;
+        let Copies { rowwise: dy_rowwise, columnwise: dy_columnwise } =
+            quantize_gradient(backend, &plan.dy, &grouped_dy, None, dy_rounding, &mut trace)?;
 
         let mut dc = backend.empty::<bf16>(t * n1)?;
         let mut dprob = backend.empty::<f32>(t)?;
@@ -261,7 +266,7 @@ impl GroupedMlp {
             false => None,
         };
         backend.grouped_gemm_dact(GroupedGemmDact {
-            dy: operand_or(&dy_copies.rowwise, B::Memory::shorten(dy)),
+            dy: operand_or(&dy_rowwise, B::Memory::shorten(dy)),
             w2: saved.weights.w2.operand(),
             hidden,
             ffn,
@@ -281,7 +286,8 @@ impl GroupedMlp {
             trace.add(backend, "dh", &[t, ffn], B::Memory::view(dh))?;
             trace.add(backend, "dc", &[t, n1], B::Memory::view(&dc))?;
         }
-        drop(dh);
+        // What no later pass reads makes room for what they write.
+        drop((dh, dy_rowwise));
 
         let mut db2 = None;
         if let Some(b2) = saved.weights.w2.bias() {
@@ -297,14 +303,16 @@ impl GroupedMlp {
             })?;
         }
 
+        let h = rebuilt_h(backend, saved, h, &mut trace)?;
         let grouped_dc = Grouped { name: "dc", data: B::Memory::view(&dc), cols: n1, groups };
         let dc_rounding = random.rounding(config.gradient_rounding, 1);
         let dc_copies =
             quantize_gradient(backend, &plan.dc, &grouped_dc, dc_amaxes, dc_rounding, &mut trace)?;
 
-        let h = rebuilt_h(backend, saved, h, &mut trace)?;
+        let dc = (config.precision == Precision::Bf16).then_some(dc);
+
         let gradients = Gradients { dx: None, dprob, db1, db2 };
-        Ok(Started { gradients, dc, dc_copies, dy: dy_copies.columnwise, h })
+        Ok(Started { gradients, dc, dc_copies, dy: dy_columnwise, h })
     }
 
     /// `dx = dc · W1`, if asked for.
@@ -319,7 +327,7 @@ impl GroupedMlp {
         }
         let mut dx = backend.empty::<bf16>(saved.groups.rows() * self.config.hidden)?;
         backend.grouped_gemm(GroupedGemm {
-            a: started.rowwise_dc(),
+            a: started.dc_or(&started.dc_copies.rowwise)?,
             w: saved.weights.w1.operand(),
             shape: self.weight_shapes()[0],
             side: Side::Dgrad,
@@ -353,12 +361,10 @@ pub(super) fn misuse(what: &'static str, conflict: &str, fix: &'static str) -> E
 }
 
 pub(super) fn not_saved(tensor: &'static str) -> Error {
-    misuse(
-        tensor,
-        "the forward saved it in no form that the backward can use",
-        "report this: the plan is inconsistent",
-    )
+    misuse(tensor, "the forward saved it in no form that the backward can use", INCONSISTENT)
 }
+
+const INCONSISTENT: &str = "report this: the plan is inconsistent";
 
 /// Copies of a gradient, its amaxes from the epilogue that wrote it or from a pass; none in BF16.
 fn quantize_gradient<B: Backend>(
@@ -372,7 +378,7 @@ fn quantize_gradient<B: Backend>(
     let amaxes = match epilogue {
         Some(amaxes) => amaxes,
         None if plan.needs_pass() => Amaxes::by_pass(backend, plan, x)?,
-        None => return Ok(Copies { rowwise: None, columnwise: None }),
+        None => return Ok(Copies::none()),
     };
     quantize(backend, plan, Phase::Backward, x, &amaxes, rounding, trace)
 }

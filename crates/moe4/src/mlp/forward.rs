@@ -2,7 +2,7 @@
 
 use super::config::Needs;
 use super::plan::{Phase, SavedAs};
-use super::quantize::{Amaxes, Grouped, quantize};
+use super::quantize::{Amaxes, Copies, Grouped, quantize};
 use super::saved::{OwnedOperand, Saved, SavedTensor};
 use super::trace::Trace;
 use super::weights::{PreparedWeights, WeightsView};
@@ -137,9 +137,9 @@ impl GroupedMlp {
         let x_copies = match plan.x.needs_pass() {
             true => {
                 let amaxes = Amaxes::by_pass(backend, &plan.x, &grouped_x)?;
-                Some(quantize(backend, &plan.x, Phase::Forward, &grouped_x, &amaxes, NEAREST, &mut trace)?)
+                quantize(backend, &plan.x, Phase::Forward, &grouped_x, &amaxes, NEAREST, &mut trace)?
             }
-            false => None,
+            false => Copies::none(),
         };
         if let Some(trace) = &mut trace {
             trace_weights(backend, trace, weights, self)?;
@@ -151,7 +151,7 @@ impl GroupedMlp {
             false => None,
         };
         backend.grouped_gemm_act(GroupedGemmAct {
-            x: match x_copies.as_ref().and_then(|c| c.rowwise.as_ref()) {
+            x: match &x_copies.rowwise {
                 Some(q) => q.view(),
                 None => Operand::Bf16(B::Memory::shorten(x)),
             },
@@ -167,6 +167,8 @@ impl GroupedMlp {
             h: B::Memory::view_mut(&mut h),
             h_amax: h_amaxes.as_mut().map(|a| a.epilogue(&plan.h)),
         })?;
+        // What no later pass reads makes room for what they write.
+        drop(x_copies.rowwise);
         if let Some(trace) = &mut trace {
             trace.add(backend, "c", &[t, n1], B::Memory::view(&c))?;
             trace.add(backend, "h", &[t, ffn], B::Memory::view(&h))?;
@@ -175,16 +177,16 @@ impl GroupedMlp {
         let h_copies = match &h_amaxes {
             Some(amaxes) => {
                 let grouped = Grouped { name: "h", data: B::Memory::view(&h), cols: ffn, groups };
-                Some(quantize(backend, &plan.h, Phase::Forward, &grouped, amaxes, NEAREST, &mut trace)?)
+                quantize(backend, &plan.h, Phase::Forward, &grouped, amaxes, NEAREST, &mut trace)?
             }
-            None => None,
+            None => Copies::none(),
         };
+        let c = plan.saved_c.then_some(c);
+        // BF16 `h` is gone if there is a copy.
+        let fc2_input = h_copies.rowwise.unwrap_or(OwnedOperand::Bf16(h));
         let mut y = backend.empty::<bf16>(t * hidden)?;
         backend.grouped_gemm(GroupedGemm {
-            a: match h_copies.as_ref().and_then(|c| c.rowwise.as_ref()) {
-                Some(q) => q.view(),
-                None => Operand::Bf16(B::Memory::view(&h)),
-            },
+            a: fc2_input.view(),
             w: weights.w2.operand(),
             shape: self.weight_shapes()[1],
             side: Side::Fprop,
@@ -196,17 +198,17 @@ impl GroupedMlp {
             trace.add(backend, "y", &[t, hidden], B::Memory::view(&y))?;
         }
 
-        let saved_x = match (plan.saved_x, x_copies.and_then(|c| c.columnwise)) {
+        let saved_x = match (plan.saved_x, x_copies.columnwise) {
             (SavedAs::Columnwise, Some(OwnedOperand::Nvfp4(q))) => SavedTensor::Columnwise(q),
             _ => SavedTensor::Nothing,
         };
-        let saved_h = match (plan.saved_h, h_copies.and_then(|c| c.columnwise), h_amaxes) {
-            (SavedAs::Columnwise, Some(OwnedOperand::Nvfp4(q)), _) => SavedTensor::Columnwise(q),
-            (SavedAs::Amax, _, Some(amaxes)) => SavedTensor::Amax(amaxes.columnwise()),
-            (SavedAs::Bf16, ..) => SavedTensor::Bf16(h),
+        let saved_h = match (plan.saved_h, h_copies.columnwise, h_amaxes, fc2_input) {
+            (SavedAs::Columnwise, Some(OwnedOperand::Nvfp4(q)), ..) => SavedTensor::Columnwise(q),
+            (SavedAs::Amax, _, Some(amaxes), _) => SavedTensor::Amax(amaxes.columnwise()),
+            (SavedAs::Bf16, .., OwnedOperand::Bf16(h)) => SavedTensor::Bf16(h),
             _ => SavedTensor::Nothing,
         };
-        Ok(ForwardTensors { y, c: plan.saved_c.then_some(c), x: saved_x, h: saved_h })
+        Ok(ForwardTensors { y, c, x: saved_x, h: saved_h })
     }
 }
 

@@ -17,6 +17,7 @@ mod delayed;
 mod forward;
 mod plan;
 mod plan_display;
+mod plan_memory;
 mod plan_work;
 mod quantize;
 mod saved;
@@ -34,6 +35,8 @@ pub use config::{DcAmax, GradientRounding, GroupedMlpConfig, Needs, Precision};
 pub use delayed::{BackwardTensors, DelayedWeightGrads, WgradParts, WgradTensors};
 pub use forward::{Forward, ForwardArgs, ForwardTensors, ForwardViewArgs};
 pub use plan::{AmaxSource, CopyPlan, OperandPlan, Phase, Plan, PlannedPass, SavedAs};
+
+pub use plan_memory::PeakBytes;
 pub use plan_work::SavedBytes;
 pub use saved::{Packed, Saved, SavedParts, SavedTensor, SavedTensorView, SavedView};
 pub use stash::{

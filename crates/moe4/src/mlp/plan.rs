@@ -189,10 +189,11 @@ impl Plan {
         if self.config.bias {
             passes.push(PlannedPass { name: PassName::GroupedBiasGrad, tensor: "db2" });
         }
+        // Before the copies of `dc`, which are the largest: `h` itself is gone by then.
+        passes.extend(self.h.quantize_pass("h", Phase::Backward));
         passes.extend(self.dc.amax_pass("dc"));
         passes.extend(self.dc.quantize_pass("dc", Phase::Backward));
         if self.needs.weights {
-            passes.extend(self.h.quantize_pass("h", Phase::Backward));
             passes.push(PlannedPass { name: PassName::GroupedWgrad, tensor: "dw2" });
             passes.push(PlannedPass { name: PassName::GroupedWgrad, tensor: "dw1" });
         }

@@ -91,6 +91,13 @@ pub(super) struct Copies<M: Memory> {
     pub(super) columnwise: Option<OwnedOperand<M>>,
 }
 
+impl<M: Memory> Copies<M> {
+    /// Those of a tensor that is not quantized.
+    pub(super) fn none() -> Self {
+        Self { rowwise: None, columnwise: None }
+    }
+}
+
 /// Quantizes `x` in the directions that `plan` makes in `phase`.
 ///
 /// On a backend that asks for unpacked operands, a copy that a product of this phase reads is made as its BF16 values

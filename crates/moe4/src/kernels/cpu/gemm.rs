@@ -119,7 +119,9 @@ const LINE: usize = 16;
 fn with_scratch<R>(slot: usize, len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
     let mut buffer = SCRATCH.with(|s| s[slot].take());
     if buffer.len() < len + LINE {
-        buffer.resize(len + LINE, 0.0);
+        // Not by `resize`: that copies, and keeps up to twice the length.
+        drop(std::mem::take(&mut buffer));
+        buffer = vec![0.0; len + LINE];
     }
     let start = buffer.as_ptr().align_offset(size_of::<f32>() * LINE);
     let result = f(&mut buffer[start..start + len]);
