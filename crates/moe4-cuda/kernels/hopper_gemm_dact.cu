@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
             for (u32 m = 0; m < FRAGMENTS; m++) {
                 const FragmentRows rows = rows_of(tile, m);
-                epilogue_dact<N8>(acc, m, rows, tile.expert, feature, place.column, alpha, m ? p.prob[1] : p.prob[0],
+                epilogue_dact<N8>(acc, m, rows, tile.expert, feature, alpha, m ? p.prob[1] : p.prob[0],
                                   load_features(out.c, rows, feature, out.ffn), out, slabs);
             }
         },
