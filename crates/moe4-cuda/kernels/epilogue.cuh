@@ -89,13 +89,13 @@ DEVICE void epilogue_plain(const float (&acc)[N8][4], const FragmentRows& rows, 
     __syncwarp();
 }
 
-// Threads that have accumulators, the first of a block.
+// Threads that have accumulators, the first of a block; all of a smaller one.
 constexpr u32 EPILOGUE_THREADS = 256;
 
 // Zeros in columns col..end of `rows` rows of a tensor [., cols].
 DEVICE void store_zeros(u16* to, u64 cols, u64 row, u32 rows, u32 col, u32 end) {
-    const u32 chunks = (end - col) / 8;
-    for (u32 i = threadIdx.x; i < rows * chunks; i += EPILOGUE_THREADS)
+    const u32 chunks = (end - col) / 8, threads = min(blockDim.x, EPILOGUE_THREADS);
+    for (u32 i = threadIdx.x; i < rows * chunks; i += threads)
         *reinterpret_cast<uint4*>(to + (row + i / chunks) * cols + col + i % chunks * 8) = make_uint4(0, 0, 0, 0);
 }
 

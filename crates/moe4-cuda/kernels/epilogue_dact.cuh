@@ -3,7 +3,7 @@
 //   dh = alpha * acc        dc = bf16(dh * prob * act'(c))        dprob = sum of act(c) * dh over the features
 //
 // and, where asked for, dh itself, h = bf16(act(c) * prob) with the bits of the forward, and dc's amaxes. dprob is left
-// as a sum for each fragment, which sum_slices adds up in order.
+// as a sum for each 32 features, whatever the tile, which sum_slices adds up in order.
 //
 // Compile-time choices: ACTIVATION, LAYOUT, AMAX (of dc), SIGN_MASK, H_AGAIN (whether h is written).
 #pragma once
@@ -15,7 +15,7 @@ struct DactOut {
     const u16* c;       // [T, N1]
     const float* prob;  // [T]
     u16* dc;            // [T, N1]
-    float* dprob;       // [slices, T]: a slice is the features of one fragment
+    float* dprob;       // [slices, T]: a slice is 32 features
     u16* h;             // [T, F]
     float* dh;          // [T, F], or none
     u64 rows;           // T
@@ -55,14 +55,13 @@ DEVICE void store_dh(const float (&acc)[4][4], const FragmentRows& rows, u32 fea
         }
 }
 
-// The fragment's first feature is `feature`, a multiple of 32, and it is number `slice` of its row. `next` is c of its
-// first 32 features; further ones are loaded ahead.
+// The fragment's first feature is `feature`, a multiple of 32. `next` is c of its first 32 features; further ones are
+// loaded ahead.
 template <u32 N8>
-DEVICE void epilogue_dact(const float (&acc)[N8][4], const FragmentRows& rows, u32 expert, u32 feature, u32 slice,
-                          float alpha, const RowValues& prob, FeaturePieces next, const DactOut& out, Slabs slabs) {
+DEVICE void epilogue_dact(const float (&acc)[N8][4], const FragmentRows& rows, u32 expert, u32 feature, float alpha,
+                          const RowValues& prob, FeaturePieces next, const DactOut& out, Slabs slabs) {
     static_assert(N8 % 4 == 0, "whole groups of 32 features");
     FragmentAmax found;
-    float sums[2] = {};
 #pragma unroll 1
     for (u32 group = 0; group < N8 / 4; group++) {
         const u32 here = feature + GROUP_COLS * group;
@@ -72,6 +71,7 @@ DEVICE void epilogue_dact(const float (&acc)[N8][4], const FragmentRows& rows, u
         put_features(slabs, next);
         if (group + 1 < N8 / 4) next = load_features(out.c, rows, here + GROUP_COLS, out.ffn);
         __syncwarp();
+        float sums[2] = {};
 #pragma unroll
         for (u32 k = 0; k < 4; k++)
 #pragma unroll
@@ -93,6 +93,13 @@ DEVICE void epilogue_dact(const float (&acc)[N8][4], const FragmentRows& rows, u
                 for (u32 i = 0; i < 2; i++)
                     sums[half] = __fadd_rn(sums[half], live ? __fmul_rn(pair.value[i], pair.dh[i]) : 0.0f);
             }
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            sums[half] = __fadd_rn(sums[half], __shfl_xor_sync(~0u, sums[half], 1));
+            sums[half] = __fadd_rn(sums[half], __shfl_xor_sync(~0u, sums[half], 2));
+            if (lane_of_quad() == 0 && rows.has(half))
+                out.dprob[here / GROUP_COLS * out.rows + rows.row(half)] = sums[half];
+        }
         if (out.dh) store_dh(dh, rows, here, alpha, out);
         __syncwarp();
         store_features(slabs, out.dc, rows, here, out.ffn);
@@ -102,12 +109,6 @@ DEVICE void epilogue_dact(const float (&acc)[N8][4], const FragmentRows& rows, u
         else
             found.add_columns(slabs[0], out.dc_amax.sign_mask);
         __syncwarp();
-    }
-#pragma unroll
-    for (u32 half = 0; half < 2; half++) {
-        sums[half] = __fadd_rn(sums[half], __shfl_xor_sync(~0u, sums[half], 1));
-        sums[half] = __fadd_rn(sums[half], __shfl_xor_sync(~0u, sums[half], 2));
-        if (lane_of_quad() == 0 && rows.has(half)) out.dprob[slice * out.rows + rows.row(half)] = sums[half];
     }
     // The columns of dc that the fragment's features have: two runs, or one.
     const Columns first = first_columns(feature, out.ffn);

@@ -3,7 +3,7 @@
 //
 //   dy [T, H], W2[e] [H, F]
 //
-// blockIdx.x: 128 features, which are two slices of dprob; the other dimensions: which tile of rows.
+// blockIdx.x: 128 features; the other dimensions: which tile of rows.
 //
 // Compile-time choices: ACTIVATION, LAYOUT, AMAX (of dc), SIGN_MASK, H_AGAIN.
 #include "epilogue_dact.cuh"
@@ -23,11 +23,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
              hidden);
     const float alpha = product_alpha(scales, tile.expert);
     const Slabs slabs = slabs_of_warp(shared_stages());
-    const u32 first = feature + warp_slice() * WARP_COLS, slice = blockIdx.x * 2 + warp_slice();
+    const u32 first = feature + warp_slice() * WARP_COLS;
 #pragma unroll
     for (u32 m = 0; m < FRAGMENTS; m++) {
         const FragmentRows rows = fragment_rows(tile.row, tile.rows, warp_row() + m * FRAGMENT_ROWS);
-        epilogue_dact<N8>(acc[m], rows, tile.expert, first, slice, alpha, load_row_values(out.prob, rows),
+        epilogue_dact<N8>(acc[m], rows, tile.expert, first, alpha, load_row_values(out.prob, rows),
                           load_features(out.c, rows, first, out.ffn), out, slabs);
     }
 }

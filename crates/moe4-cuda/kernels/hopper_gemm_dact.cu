@@ -22,8 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         },
         [&](const float (&acc)[N8][4], const Prepared& p, const FragmentRows& rows, u32 expert, Place place,
             Slabs slabs) {
-            epilogue_dact<N8>(acc, rows, expert, place.column * TILE_N, place.column, p.scales.alpha(), p.prob, p.c,
-                              out, slabs);
+            epilogue_dact<N8>(acc, rows, expert, place.column * TILE_N, p.scales.alpha(), p.prob, p.c, out, slabs);
         },
         [&](const Tile& tile, Place place) { dact_nobody(tile.row, tile.rows, place.column * TILE_N, TILE_N, out); });
 }

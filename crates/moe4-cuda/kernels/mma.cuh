@@ -8,6 +8,13 @@ DEVICE void copy_async(u32 to, const void* from, bool live) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
 }
 
+// The first `bytes` of SIZE bytes, and zeros.
+template <u32 SIZE>
+DEVICE void copy_part_async(u32 to, const void* from, u32 bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(SIZE), "r"(bytes)
+                 : "memory");
+}
+
 // What this thread has started since the last call is one group.
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

@@ -39,10 +39,11 @@ pub struct CudaOptions {
 /// The kernels of the matrix products.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Products {
-    /// The fastest for the GPU: wgmma on Hopper (sm_90), mma.sync elsewhere.
+    /// The fastest for the GPU: wgmma on Hopper (sm_90), mma.sync elsewhere; where experts have few rows (64 on average)
+    /// and weights are NVFP4, mma.sync with weights that are read packed, a quarter of the bytes.
     #[default]
     Fastest,
-    /// mma.sync, which every GPU from sm_80 on has; for comparison.
+    /// mma.sync, which every GPU from sm_80 on has, with operands in BF16; for comparison.
     Portable,
 }
 
@@ -124,6 +125,11 @@ impl Cuda {
     /// Whether products run on Hopper's matrix unit.
     pub(crate) fn multiplies_by_wgmma(&self) -> bool {
         self.shared.products == Products::Fastest && self.device().facts().arch.has_wgmma()
+    }
+
+    /// Whether products of few rows an expert read weights as packed codes.
+    pub(crate) fn reads_packed_weights(&self) -> bool {
+        self.shared.products == Products::Fastest
     }
 
     /// Waits for all work, and tells what passes could find out only on the device: an index beyond a tensor, splits that
@@ -333,13 +339,18 @@ impl Backend for Cuda {
     fn capabilities(&self) -> Capabilities {
         let facts = self.device().facts();
         let unit = if self.multiplies_by_wgmma() { "wgmma" } else { "mma.sync" };
+        let few_rows = if self.reads_packed_weights() {
+            ", of few rows an expert by mma.sync from packed weights"
+        } else {
+            ""
+        };
         Capabilities {
             backend: "cuda",
-            path: format!("{}, {}, products by {unit}", facts.name, facts.arch),
+            path: format!("{}, {}, products by {unit}{few_rows}", facts.name, facts.arch),
             nvfp4: true,
             bf16: true,
             stochastic_rounding: true,
-            // Both kinds of kernels read BF16.
+            // All kernels but those for few rows an expert read BF16.
             unpacked_operands: true,
             products: true,
         }

@@ -5,7 +5,7 @@
 use crate::backend::Products;
 use crate::compile::Arch;
 use crate::launch;
-use crate::launch::{Copy, EpilogueAmax, EpilogueChoice};
+use crate::launch::{Copy, EpilogueAmax, EpilogueChoice, MainLoop};
 use crate::variant::Variant;
 use moe4::kernels::activation::{Activation, GluLayout};
 use moe4::kernels::contract::{Direction, GradMode, Side};
@@ -57,15 +57,15 @@ pub fn catalog() -> Vec<CatalogEntry> {
         .collect()
 }
 
-/// The products with one activation and layout, as the operator runs them: with exact amaxes, or none in BF16.
+/// The products with one activation and layout, as the operator runs them on many rows: with exact amaxes, or none in BF16.
 pub fn activation_variants(activation: &Activation, layout: GluLayout, products: Products) -> Vec<Variant> {
-    let hopper = products == Products::Fastest;
+    let main_loop = if products == Products::Fastest { MainLoop::Hopper } else { MainLoop::Portable };
     let exact = [SignMask::DEFAULT, SignMask(1)].map(EpilogueAmax::Exact);
     let mut variants = Vec::new();
     for amax in exact.into_iter().chain([EpilogueAmax::None]) {
         let choice = EpilogueChoice::new(activation, layout, amax);
-        variants.push(launch::grouped_gemm_act_variant(choice, hopper));
-        variants.extend([false, true].map(|h| launch::grouped_gemm_dact_variant(choice, h, hopper)));
+        variants.push(launch::grouped_gemm_act_variant(choice, main_loop));
+        variants.extend([false, true].map(|h| launch::grouped_gemm_dact_variant(choice, h, main_loop)));
     }
     variants
 }
@@ -102,6 +102,7 @@ fn promises_no_spills(variant: &Variant) -> bool {
     let large = match variant.kernel {
         "grouped_gemm_act" => chosen("ACTIVATION", 3) || chosen("ACTIVATION", 4),
         "grouped_gemm_dact" => true,
+        "packed_gemm_dact" => chosen("ROWS", 64),
         "hopper_gemm_dact" => !chosen("ACTIVATION", 1) && !chosen("ACTIVATION", 2),
         _ => false,
     };
@@ -110,41 +111,43 @@ fn promises_no_spills(variant: &Variant) -> bool {
 
 /// Each main loop, and each activation, layout and kind of amax once with both epilogues that have them.
 fn products() -> Vec<Variant> {
-    let mut variants = [Side::Fprop, Side::Dgrad].map(launch::grouped_gemm_variant).to_vec();
+    let packed = [16, 32, 64].map(|rows| MainLoop::Packed { rows });
+    let mut variants = Vec::new();
+    for side in [Side::Fprop, Side::Dgrad] {
+        let main_loops = [MainLoop::Portable, MainLoop::Hopper].into_iter().chain(packed);
+        variants.extend(main_loops.map(|main_loop| launch::grouped_gemm_variant(side, main_loop)));
+    }
     variants.extend([false, true].map(launch::column_sums_variant));
     for mode in [GradMode::Overwrite, GradMode::Accumulate] {
         for (quantized, bf16_gradient) in [(false, false), (false, true), (true, false), (true, true)] {
             variants.push(launch::grouped_wgrad_variant(quantized, bf16_gradient, mode));
         }
     }
-    variants.extend([Side::Fprop, Side::Dgrad].map(launch::hopper::gemm_variant));
     for mode in [GradMode::Overwrite, GradMode::Accumulate] {
         variants
             .extend([false, true].map(|bf16_gradient| launch::hopper::wgrad_variant(bf16_gradient, mode)));
     }
-    let epilogues = |activation: &Activation, layout, amax, h_again: &[bool]| {
+    let of_choice = |choice, h: bool, main_loop| {
+        let dact = launch::grouped_gemm_dact_variant(choice, h, main_loop);
+        [launch::grouped_gemm_act_variant(choice, main_loop), dact]
+    };
+    let epilogues = |activation: &Activation, layout, amax, h_again| {
         let choice = EpilogueChoice::new(activation, layout, amax);
-        let mut variants = Vec::new();
-        for hopper in [false, true] {
-            variants.push(launch::grouped_gemm_act_variant(choice, hopper));
-            variants.extend(h_again.iter().map(|&h| launch::grouped_gemm_dact_variant(choice, h, hopper)));
-        }
-        variants
+        let main_loops = [MainLoop::Portable, MainLoop::Hopper, packed[0]];
+        main_loops.into_iter().flat_map(move |main_loop| of_choice(choice, h_again, main_loop))
     };
     let exact = EpilogueAmax::Exact(SignMask::DEFAULT);
     for activation in Activation::all() {
-        variants.extend(epilogues(&activation, GluLayout::Halves, exact, &[true]));
+        variants.extend(epilogues(&activation, GluLayout::Halves, exact, true));
     }
-    variants.push(launch::grouped_gemm_dact_variant(
-        EpilogueChoice::new(&Activation::SWIGLU, GluLayout::Halves, exact),
-        false,
-        true,
-    ));
+    let swiglu = EpilogueChoice::new(&Activation::SWIGLU, GluLayout::Halves, exact);
+    variants.push(launch::grouped_gemm_dact_variant(swiglu, false, MainLoop::Hopper));
+    variants.extend(packed[1..].iter().flat_map(|&main_loop| of_choice(swiglu, true, main_loop)));
     for layout in [GluLayout::Interleaved32, GluLayout::Elementwise] {
-        variants.extend(epilogues(&Activation::SWIGLU, layout, exact, &[true]));
+        variants.extend(epilogues(&Activation::SWIGLU, layout, exact, true));
     }
     for amax in [EpilogueAmax::None, EpilogueAmax::Bound, EpilogueAmax::Exact(SignMask(1))] {
-        variants.extend(epilogues(&Activation::SRELU, GluLayout::Halves, amax, &[false]));
+        variants.extend(epilogues(&Activation::SRELU, GluLayout::Halves, amax, false));
     }
     variants
 }

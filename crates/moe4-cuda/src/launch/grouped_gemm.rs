@@ -1,18 +1,18 @@
 //! Launches `kernels/grouped_gemm.cu`.
 
-use super::THREADS;
+use super::aligned;
 use super::products::*;
-use super::{aligned, hopper};
+use super::row_product::{RowProduct, Weights};
 use crate::backend::Cuda;
-use crate::driver::{Arguments, Grid};
 use crate::memory::DeviceMemory;
 use crate::variant::Variant;
 use bytemuck::{Pod, Zeroable};
 use moe4::kernels::Error;
 use moe4::kernels::contract::{Bias, GroupedGemm, Side};
 
-pub(crate) fn variant(side: Side) -> Variant {
-    Variant { kernel: "grouped_gemm", defines: vec![("DGRAD", u32::from(side == Side::Dgrad))] }
+pub(crate) fn variant(side: Side, main_loop: MainLoop) -> Variant {
+    let defines = vec![("DGRAD", u32::from(side == Side::Dgrad))];
+    main_loop.variant(["grouped_gemm", "hopper_gemm", "packed_gemm"], defines)
 }
 
 /// `PlainOut` of `kernels/epilogue.cuh`.
@@ -32,7 +32,7 @@ pub(crate) fn grouped_gemm(cuda: &Cuda, pass: GroupedGemm<'_, DeviceMemory>) -> 
     let name = "grouped_gemm";
     let (cols, contraction) = side.dims(shape);
     let cols = dimension("output columns of a product", cols)?;
-    let contraction = dimension("contraction of a product", contraction)?;
+    dimension("contraction of a product", contraction)?;
     let (bias, prob) = match bias {
         Some(Bias { bias, prob }) => (Some(bias.address()), prob.map(|prob| prob.address())),
         None => (None, None),
@@ -45,24 +45,17 @@ pub(crate) fn grouped_gemm(cuda: &Cuda, pass: GroupedGemm<'_, DeviceMemory>) -> 
         padding: 0,
     };
     let a = Bf16Operand::new(cuda, name, "a", a)?;
-    let w = Bf16Weights::new(cuda, name, "w", w, shape.n * shape.k)?;
-    let (scales, groups_argument) = (ScalesArgument::of_weights(name, &a, &w)?, groups.argument());
-    let columns = (cols as usize).div_ceil(hopper::TILE_N);
-    let product =
-        hopper::RowProduct { a: a.address, w: w.argument, shape, side, columns, ups: None, scales, groups };
-    if cuda.multiplies_by_wgmma() && product.fits() {
-        // SAFETY: `check` compared lengths with shapes; operands live until the product is enqueued and are freed behind it.
-        return unsafe { product.launch(cuda, &hopper::gemm_variant(side), &out) };
-    }
-    let kernel = cuda.kernel(&variant(side))?;
-    let arguments = Arguments::of("[T, cols, E]", shape_of(groups, cols))
-        .with(&a.address)
-        .with(&w.argument)
-        .with(&contraction)
-        .with(&scales)
-        .with(&groups_argument)
-        .with(&out);
-    let grid = Grid::new(groups.grid((cols as usize).div_ceil(TILE_COLS) as u32), THREADS);
+    let w = Weights::new(cuda, name, "w", w, shape, groups)?;
+    let product = RowProduct {
+        a: a.address,
+        shape,
+        side,
+        outputs: cols as usize,
+        gates: 1,
+        ups: None,
+        scales: ScalesArgument::of_weights(name, &a, w.amax())?,
+        groups,
+    };
     // SAFETY: `check` compared lengths with shapes; operands live until the product is enqueued and are freed behind it.
-    cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })
+    unsafe { product.launch(cuda, &w, |main_loop| variant(side, main_loop), &out) }
 }

@@ -2,7 +2,8 @@
 
 use super::column_sums::ColumnSums;
 use super::products::*;
-use super::{THREADS, aligned, blocks, hopper, plain};
+use super::row_product::{RowProduct, Weights};
+use super::{THREADS, aligned, blocks, plain};
 use crate::backend::Cuda;
 use crate::driver::{Arguments, Grid};
 use crate::memory::DeviceMemory;
@@ -12,10 +13,10 @@ use moe4::kernels::contract::{GroupedGemmDact, Side, WeightShape};
 use moe4::kernels::{Backend, Error};
 
 /// `h_again`: whether it writes `h`.
-pub(crate) fn variant(choice: EpilogueChoice, h_again: bool, hopper: bool) -> Variant {
-    let kernel = if hopper { "hopper_gemm_dact" } else { "grouped_gemm_dact" };
+pub(crate) fn variant(choice: EpilogueChoice, h_again: bool, main_loop: MainLoop) -> Variant {
     let again = [("H_AGAIN", u32::from(h_again))];
-    Variant { kernel, defines: choice.defines().into_iter().chain(again).collect() }
+    let defines = choice.defines().into_iter().chain(again).collect();
+    main_loop.variant(["grouped_gemm_dact", "hopper_gemm_dact", "packed_gemm_dact"], defines)
 }
 
 /// `DactOut` of `kernels/epilogue_dact.cuh`.
@@ -55,18 +56,17 @@ pub(crate) fn grouped_gemm_dact(cuda: &Cuda, pass: GroupedGemmDact<'_, DeviceMem
     } = pass;
     let name = "grouped_gemm_dact";
     let (shape, rows) = (WeightShape { n: hidden, k: ffn }, groups.extent().rows);
-    let (hidden, ffn) = (dimension("hidden", hidden)?, dimension("ffn", ffn)?);
-    let tiles = (ffn as usize).div_ceil(TILE_COLS);
-    // As many as the kernels for any GPU need; Hopper's need fewer.
-    let slices = tiles * TILE_COLS / SLICE_FEATURES;
+    dimension("hidden", hidden)?;
+    let ffn = dimension("ffn", ffn)?;
+    let slices = (ffn as usize).div_ceil(SLICE_FEATURES);
     let (c, prob) = (aligned(name, "c", c.address(), 16)?, aligned(name, "prob", prob.address(), 4)?);
     let (dc, dprob) = (aligned(name, "dc", dc.address(), 16)?, aligned(name, "dprob", dprob.address(), 4)?);
     let h = optional(name, "h", h.map(|h| h.address()), 16)?;
     let dh = optional(name, "dh", dh.map(|dh| dh.address()), 16)?;
     let db1 = db1.map(|db1| ColumnSums::new(name, groups, &db1)).transpose()?;
     let dy = Bf16Operand::new(cuda, name, "dy", dy)?;
-    let w2 = Bf16Weights::new(cuda, name, "w2", w2, shape.n * shape.k)?;
-    let (scales, groups_argument) = (ScalesArgument::of_weights(name, &dy, &w2)?, groups.argument());
+    let w2 = Weights::new(cuda, name, "w2", w2, shape, groups)?;
+    let scales = ScalesArgument::of_weights(name, &dy, w2.amax())?;
     let (dc_amax, amax) = AmaxArgument::new(cuda, name, &dc_amax)?;
     let choice = EpilogueChoice::new(&activation, layout, amax);
     let sum = cuda.kernel(&plain("sum_slices"))?;
@@ -84,38 +84,22 @@ pub(crate) fn grouped_gemm_dact(cuda: &Cuda, pass: GroupedGemmDact<'_, DeviceMem
         activation: ActivationArgument::new(&activation),
         dc_amax,
     };
-    let columns = (ffn as usize).div_ceil(hopper::TILE_N);
-    let product = hopper::RowProduct {
+    let product = RowProduct {
         a: dy.address,
-        w: w2.argument,
         shape,
         side: Side::Dgrad,
-        columns,
+        outputs: ffn as usize,
+        gates: 1,
         ups: None,
         scales,
         groups,
     };
-    let slices = if cuda.multiplies_by_wgmma() && product.fits() {
-        // SAFETY: `check` compared lengths with shapes; operands and partial sums live until all is enqueued and are freed
-        // behind it.
-        unsafe { product.launch(cuda, &variant(choice, h != 0, true), &out) }?;
-        columns
-    } else {
-        let kernel = cuda.kernel(&variant(choice, h != 0, false))?;
-        let arguments = Arguments::of("[T, F, E]", shape_of(groups, ffn))
-            .with(&dy.address)
-            .with(&w2.argument)
-            .with(&hidden)
-            .with(&scales)
-            .with(&groups_argument)
-            .with(&out);
-        let grid = Grid::new(groups.grid(tiles as u32), THREADS);
-        // SAFETY: as above.
-        cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })?;
-        slices
-    };
+    let again = h != 0;
+    // SAFETY: `check` compared lengths with shapes; operands and partial sums live until all is enqueued and are freed
+    // behind it.
+    unsafe { product.launch(cuda, &w2, |main_loop| variant(choice, again, main_loop), &out) }?;
 
-    let (slices, rows_argument) = (slices as u32, rows as u64);
+    let (slices, rows_argument, groups_argument) = (slices as u32, rows as u64, groups.argument());
     let arguments = Arguments::of("[T, slices, E]", shape_of(groups, slices))
         .with(&out.dprob)
         .with(&slices)

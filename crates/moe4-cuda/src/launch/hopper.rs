@@ -1,7 +1,8 @@
 //! Launches the products' kernels for Hopper: `kernels/hopper_gemm.cu`, `hopper_gemm_act.cu`, `hopper_gemm_dact.cu` and
 //! `hopper_wgrad.cu`. They read what the portable kernels read, by copies of boxes that need operands in one piece.
 
-use super::products::{ScalesArgument, TensorsArgument, shape_of};
+use super::products::{Bf16Weights, ScalesArgument, TensorsArgument, shape_of};
+use super::row_product::RowProduct;
 use crate::backend::Cuda;
 use crate::driver::{Arguments, Grid, TensorMap};
 use crate::groups::DeviceGroups;
@@ -12,7 +13,7 @@ use moe4::kernels::contract::{GradMode, Side, WeightShape};
 
 /// `TILE_M`, `TILE_N`, `TILE_K`, `STAGES` and `THREADS` of `kernels/hopper_pipeline.cuh`.
 const TILE_M: usize = 128;
-pub(super) const TILE_N: usize = 256;
+const TILE_N: usize = 256;
 const TILE_K: usize = 64;
 const STAGES: usize = 4;
 const THREADS: u32 = 384;
@@ -20,12 +21,6 @@ const THREADS: u32 = 384;
 const SLABS: usize = 8 * 3 * (16 * 20 + 16) * 4;
 /// Stages of both operands in BF16, and slabs behind them.
 const SHARED: u32 = (STAGES * (TILE_M + TILE_N) * TILE_K * 2 + SLABS) as u32;
-
-/// Compile-time choices of `hopper_gemm`.
-pub(crate) fn gemm_variant(side: Side) -> Variant {
-    let defines = vec![("DGRAD", u32::from(side == Side::Dgrad))];
-    Variant { kernel: "hopper_gemm", defines }
-}
 
 /// Compile-time choices of `hopper_wgrad`.
 pub(crate) fn wgrad_variant(bf16_gradient: bool, mode: GradMode) -> Variant {
@@ -45,67 +40,51 @@ struct RowProductArgument {
     ups: u32,
 }
 
-/// A product of each expert's rows with its weight.
-pub(super) struct RowProduct<'a> {
-    /// `[T, contraction]`, BF16.
-    pub(super) a: u64,
-    pub(super) w: TensorsArgument,
-    /// Of a weight as it is stored.
-    pub(super) shape: WeightShape,
-    pub(super) side: Side,
-    /// Tiles side by side.
-    pub(super) columns: usize,
-    /// Where ups begin among the rows of W1, if a tile is to hold gates and the ups of the same features from there.
-    pub(super) ups: Option<usize>,
-    pub(super) scales: ScalesArgument,
-    pub(super) groups: &'a DeviceGroups,
+/// Whether a copy of a box can name the operands: rows exist, and weights lie at equal distances.
+pub(super) fn fits(w: &Bf16Weights<'_>, groups: &DeviceGroups) -> bool {
+    groups.extent().rows > 0 && w.argument.table == 0 && w.argument.stride.is_multiple_of(8)
 }
 
-impl RowProduct<'_> {
-    /// Whether a copy of a box can name the operands: rows exist, and weights lie at equal distances.
-    pub(super) fn fits(&self) -> bool {
-        self.groups.extent().rows > 0 && self.w.table == 0 && self.w.stride.is_multiple_of(8)
-    }
-
-    /// Enqueues `variant` with the epilogue's argument.
-    ///
-    /// # Safety
-    /// Operands are as large as their shapes say, outputs as `out` says, and all live until the product has run.
-    pub(super) unsafe fn launch(
-        &self,
-        cuda: &Cuda,
-        variant: &Variant,
-        out: &impl NoUninit,
-    ) -> Result<(), Error> {
-        let (n, k) = self.side.dims(self.shape);
-        let extent = self.groups.extent();
-        let box_rows = match self.side {
-            Side::Fprop => TILE_N / 2,
-            Side::Dgrad => TILE_K,
-        };
-        let a = cuda.on(TensorMap::matrix(self.a, [extent.rows, k], TILE_M as u32))?;
-        let stored = [extent.experts, self.shape.n, self.shape.k];
-        let w = cuda.on(TensorMap::of_experts(self.w.base, stored, self.w.stride, box_rows as u32))?;
-        let product = RowProductArgument {
-            n: n as u32,
-            k: k as u32,
-            width: (if self.ups.is_some() { TILE_N / 2 } else { TILE_N }) as u32,
-            columns: self.columns as u32,
-            ups: self.ups.unwrap_or(0) as u32,
-        };
-        let groups = self.groups.argument();
-        let kernel = cuda.kernel(variant)?;
-        let arguments = Arguments::of("[T, columns, E]", shape_of(self.groups, n as u32))
-            .with(&a)
-            .with(&w)
-            .with(&groups)
-            .with(&product)
-            .with(&self.scales)
-            .with(out);
-        let tiles = extent.most_tiles() * self.columns;
-        // SAFETY: as required; copies outside of a tensor give zeros.
-        cuda.on(unsafe { kernel.launch(cuda.stream(), grid(cuda, tiles), arguments) })
-    }
+/// Enqueues `variant` with the epilogue's argument.
+///
+/// # Safety
+/// As for [`RowProduct::launch`].
+pub(super) unsafe fn launch(
+    cuda: &Cuda,
+    variant: &Variant,
+    product: &RowProduct<'_>,
+    w: &Bf16Weights<'_>,
+    out: &impl NoUninit,
+) -> Result<(), Error> {
+    let RowProduct { shape, side, ups, groups, .. } = *product;
+    let (n, k) = side.dims(shape);
+    let (extent, columns) = (groups.extent(), product.columns(TILE_N));
+    let box_rows = match side {
+        Side::Fprop => TILE_N / 2,
+        Side::Dgrad => TILE_K,
+    };
+    let a = cuda.on(TensorMap::matrix(product.a, [extent.rows, k], TILE_M as u32))?;
+    let stored = [extent.experts, shape.n, shape.k];
+    let w = cuda.on(TensorMap::of_experts(w.argument.base, stored, w.argument.stride, box_rows as u32))?;
+    let argument = RowProductArgument {
+        n: n as u32,
+        k: k as u32,
+        width: (if ups.is_some() { TILE_N / 2 } else { TILE_N }) as u32,
+        columns: columns as u32,
+        ups: ups.unwrap_or(0) as u32,
+    };
+    let groups_argument = groups.argument();
+    let kernel = cuda.kernel(variant)?;
+    let arguments = Arguments::of("[T, columns, E]", shape_of(groups, n as u32))
+        .with(&a)
+        .with(&w)
+        .with(&groups_argument)
+        .with(&argument)
+        .with(&product.scales)
+        .with(out);
+    let tiles = extent.most_tiles() * columns;
+    // SAFETY: as required; copies outside of a tensor give zeros.
+    cuda.on(unsafe { kernel.launch(cuda.stream(), grid(cuda, tiles), arguments) })
 }
 
 /// `WgradShape` of `kernels/hopper_wgrad.cu`.
@@ -131,7 +110,7 @@ pub(super) struct Wgrad<'a> {
 }
 
 impl Wgrad<'_> {
-    /// As [`RowProduct::fits`].
+    /// As [`fits`].
     pub(super) fn fits(&self) -> bool {
         self.groups.extent().padded_rows > 0 && self.dw.table == 0
     }

@@ -17,9 +17,11 @@ mod grouped_gemm_act;
 mod grouped_gemm_dact;
 mod grouped_wgrad;
 pub(crate) mod hopper;
+mod packed;
 mod permute;
 mod products;
 mod quantize_weights;
+mod row_product;
 mod unpack;
 mod unpermute;
 
@@ -39,7 +41,7 @@ pub(crate) use grouped_gemm_act::{grouped_gemm_act, variant as grouped_gemm_act_
 pub(crate) use grouped_gemm_dact::{grouped_gemm_dact, variant as grouped_gemm_dact_variant};
 pub(crate) use grouped_wgrad::{grouped_wgrad, variant as grouped_wgrad_variant};
 pub(crate) use permute::{permute, variant as permute_variant};
-pub(crate) use products::{EpilogueAmax, EpilogueChoice};
+pub(crate) use products::{EpilogueAmax, EpilogueChoice, MainLoop};
 pub(crate) use quantize_weights::{quantize_weights, variant as quantize_weights_variant};
 pub(crate) use unpermute::{unpermute, variant as unpermute_variant};
 

@@ -1,7 +1,8 @@
 //! What the products share: operands as BF16 values, one tensor an expert wherever it lies, amaxes, checks.
 //!
 //! The kernels of the products read BF16. A packed operand is unpacked before, to memory that is freed behind the product.
-//! On Hopper they are kernels of their own, see `hopper.rs`.
+//! On Hopper they are kernels of their own, see `hopper.rs`; so are those of few rows an expert, which read packed weights, see
+//! `packed.rs`.
 #![forbid(unsafe_code)]
 
 use super::addresses::addresses;
@@ -11,6 +12,7 @@ use crate::backend::Cuda;
 use crate::driver::DeviceBytes;
 use crate::groups::DeviceGroups;
 use crate::memory::{DeviceBuffer, DeviceMemory, DeviceView};
+use crate::variant::Variant;
 use bytemuck::{Pod, Zeroable};
 use half::bf16;
 use moe4::kernels::activation::{Activation, GluLayout};
@@ -19,10 +21,10 @@ use moe4::kernels::{Error, Misuse};
 use moe4::numerics::BLOCK;
 use moe4::numerics::hadamard::SignMask;
 
-/// Columns of a tile; `TILE_COLS` of `kernels/mma_loop.cuh`.
+/// Columns of a tile of a weight gradient; `TILE_COLS` of `kernels/mma_loop.cuh`.
 pub(super) const TILE_COLS: usize = 128;
-/// Features of a slice of dprob; `WARP_COLS` of `kernels/mma_loop.cuh`.
-pub(super) const SLICE_FEATURES: usize = 64;
+/// Features of a slice of dprob; `GROUP_COLS` of `kernels/fragment.cuh`.
+pub(super) const SLICE_FEATURES: usize = 32;
 /// Thread blocks in the second and the third dimension of a grid.
 const MOST_BLOCKS: usize = 65535;
 
@@ -61,7 +63,7 @@ impl<'a> Bf16Operand<'a> {
 /// The weights of all experts as the products read them.
 pub(super) struct Bf16Weights<'a> {
     pub(super) argument: TensorsArgument,
-    amax: Option<DeviceView<'a, f32>>,
+    pub(super) amax: Option<DeviceView<'a, f32>>,
     _unpacked: Option<DeviceBuffer<bf16>>,
     _table: Option<DeviceBytes>,
 }
@@ -150,9 +152,9 @@ impl ScalesArgument {
     pub(super) fn of_weights(
         kernel: &'static str,
         a: &Bf16Operand<'_>,
-        w: &Bf16Weights<'_>,
+        w_amax: Option<DeviceView<'_, f32>>,
     ) -> Result<Self, Misuse> {
-        Self::new(kernel, [a.amax, w.amax])
+        Self::new(kernel, [a.amax, w_amax])
     }
 
     pub(super) fn of_operands(
@@ -178,6 +180,36 @@ pub(super) fn grid_dimension(what: &'static str, blocks: usize) -> Result<u32, M
     match u32::try_from(blocks) {
         Ok(narrow) if blocks <= MOST_BLOCKS => Ok(narrow),
         _ => Err(Misuse::Value { what: what.into(), expected: "at most 65535", got: blocks.to_string() }),
+    }
+}
+
+/// The main loops that multiply rows by weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MainLoop {
+    /// `kernels/mma_loop.cuh`.
+    Portable,
+    /// `kernels/hopper_rows.cuh`.
+    Hopper,
+    /// `kernels/packed_loop.cuh`, of so many rows at once.
+    Packed { rows: usize },
+}
+
+impl MainLoop {
+    /// The kernel of `kernels`, in the order above, with the choices of its epilogue.
+    pub(super) fn variant(
+        self,
+        [portable, hopper, packed]: [&'static str; 3],
+        mut defines: Vec<(&'static str, u32)>,
+    ) -> Variant {
+        let kernel = match self {
+            MainLoop::Portable => portable,
+            MainLoop::Hopper => hopper,
+            MainLoop::Packed { rows } => {
+                defines.push(("ROWS", rows as u32));
+                packed
+            }
+        };
+        Variant { kernel, defines }
     }
 }
 

@@ -11,7 +11,7 @@
 //! |---|---|
 //! | `conformance` | the suite that every backend passes |
 //! | `bytes`, `ranges` | large tensors and rare values, byte for byte as on the CPU |
-//! | `products` | products and their epilogues over several tiles |
+//! | `products`, `few_rows` | products and their epilogues over several tiles; of few rows, from packed weights |
 //! | `graphs`, `product_graphs` | passes recorded once and launched with other splits |
 //! | `faults` | what is wrong with splits, indices, addresses, captures, and small shapes |
 //! | `large` | more than 2^31 elements |
@@ -29,6 +29,7 @@ mod cache;
 mod cases;
 mod conformance;
 mod faults;
+mod few_rows;
 mod graphs;
 mod large;
 mod no_driver;

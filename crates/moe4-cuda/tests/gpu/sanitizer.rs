@@ -24,7 +24,7 @@ use moe4_cuda::{Cuda, catalog};
 /// Experts at odd rows, one of them empty, across tiles of 128 rows; rows of nobody.
 const SPLITS: [usize; 5] = [37, 0, 1, 150, 20];
 const ROWS: usize = 221;
-/// A tile of 128 columns and one block.
+/// A tile of 128 columns and one block. Weights that are read packed have whole pairs of blocks.
 const COLS: usize = 144;
 
 fn choice(variant: &Variant, name: &str) -> u32 {
@@ -138,18 +138,35 @@ fn offsets() -> Outcome {
 
 /// One that runs this variant.
 fn backend_of(variant: &Variant) -> &'static Cuda {
-    if variant.kernel.starts_with("hopper_") { cuda() } else { portable() }
+    if variant.kernel.starts_with("hopper_") || reads_packed(variant) { cuda() } else { portable() }
+}
+
+/// Kernels for few rows an expert.
+fn reads_packed(variant: &Variant) -> bool {
+    variant.kernel.starts_with("packed_")
+}
+
+/// The rows of `SPLITS`, and as many experts without any as make the average that a packed variant is for.
+fn groups_for(variant: &Variant) -> Groups {
+    let rows = if reads_packed(variant) { choice(variant, "ROWS") } else { 0 };
+    let empty = match rows {
+        16 => 24,
+        32 => 5,
+        _ => 0,
+    };
+    Groups::new(&[&SPLITS[..], &vec![0; empty]].concat(), ROWS).expect("fits")
 }
 
 /// Unpacked, and in BF16.
 fn product(variant: &Variant, groups: &Groups) -> Outcome {
     let side = if variant.kernel != "unpack" && chosen(variant, "DGRAD") { Side::Dgrad } else { Side::Fprop };
-    let shape = WeightShape { n: 48, k: COLS };
+    let (shape, experts) =
+        (WeightShape { n: 48, k: if reads_packed(variant) { 160 } else { COLS } }, groups.experts());
     let contraction = side.dims(shape).1;
     for quantized in [false, true] {
         let a = operand(&data_of(groups, contraction), contraction, groups, quantized, false)?;
-        let w = products::weights(SPLITS.len(), shape, quantized, 1440)?;
-        let bias = data::normal_f32(SPLITS.len() * side.dims(shape).0, 1441);
+        let w = products::weights(experts, shape, quantized, 1440)?;
+        let bias = data::normal_f32(experts * side.dims(shape).0, 1441);
         let bias = Some(drive::Bias { bias: &bias, prob: None });
         let case = drive::Gemm { a: &a, w: &w, shape, side, groups, bias };
         judge::gemm(&case, &case.run(backend_of(variant))?)?;
@@ -168,12 +185,14 @@ fn epilogue(variant: &Variant, groups: &Groups) -> Outcome {
         |name| variant.defines.iter().find(|(define, _)| *define == name).map_or(0, |(_, value)| *value);
     let activation = Activation::all()[define("ACTIVATION") as usize];
     let layout = GluLayout::ALL[define("LAYOUT") as usize];
-    let (hidden, ffn, mask) = (48, 160, (define("AMAX") == 2).then(|| mask(variant)));
-    let (n1, experts) = (activation.fc1_rows(ffn), SPLITS.len());
+    let quantized = reads_packed(variant);
+    let (hidden, ffn, mask) =
+        (if quantized { 96 } else { 48 }, 160, (define("AMAX") == 2).then(|| mask(variant)));
+    let (n1, experts) = (activation.fc1_rows(ffn), groups.experts());
     let prob = data::probabilities(ROWS, 1450);
-    let x = operand(&data_of(groups, hidden), hidden, groups, false, false)?;
+    let x = operand(&data_of(groups, hidden), hidden, groups, quantized, false)?;
     if variant.kernel.ends_with("gemm_act") {
-        let w1 = products::weights(experts, WeightShape { n: n1, k: hidden }, false, 1451)?;
+        let w1 = products::weights(experts, WeightShape { n: n1, k: hidden }, quantized, 1451)?;
         let case = drive::GemmAct {
             x: &x,
             w1: &w1,
@@ -188,7 +207,7 @@ fn epilogue(variant: &Variant, groups: &Groups) -> Outcome {
         };
         return judge::gemm_act(&case, &case.run(backend_of(variant))?);
     }
-    let w2 = products::weights(experts, WeightShape { n: hidden, k: ffn }, false, 1452)?;
+    let w2 = products::weights(experts, WeightShape { n: hidden, k: ffn }, quantized, 1452)?;
     let c = data_of(groups, n1);
     let case = drive::GemmDact {
         dy: &x,
@@ -255,10 +274,9 @@ fn run(variant: &Variant, groups: &Groups) -> Outcome {
         "dequantize" => dequantize(variant, groups),
         "permute" | "unpermute" => permutation(variant),
         "addresses" => scattered_weights(260),
-        "grouped_gemm" | "hopper_gemm" | "unpack" => product(variant, groups),
-        "grouped_gemm_act" | "grouped_gemm_dact" | "hopper_gemm_act" | "hopper_gemm_dact" | "sum_slices" => {
-            epilogue(variant, groups)
-        }
+        "grouped_gemm" | "hopper_gemm" | "packed_gemm" | "unpack" => product(variant, groups),
+        "grouped_gemm_act" | "grouped_gemm_dact" | "hopper_gemm_act" | "hopper_gemm_dact"
+        | "packed_gemm_act" | "packed_gemm_dact" | "sum_slices" => epilogue(variant, groups),
         "grouped_wgrad" | "hopper_wgrad" => gradient(variant, groups),
         "grouped_bias_grad" | "column_sums" | "sum_tiles" => bias_gradient(groups),
         "copy_pages" => crate::pages::round_trips(16),
@@ -269,9 +287,8 @@ fn run(variant: &Variant, groups: &Groups) -> Outcome {
 #[test]
 #[ignore = "needs a GPU"]
 fn each_variant() {
-    let groups = Groups::new(&SPLITS, ROWS).expect("fits");
     let arch = cuda().device().facts().arch;
     for entry in catalog().iter().filter(|entry| entry.runs_on(arch)) {
-        must(run(&entry.variant, &groups).in_case(&entry.variant));
+        must(run(&entry.variant, &groups_for(&entry.variant)).in_case(&entry.variant));
     }
 }
