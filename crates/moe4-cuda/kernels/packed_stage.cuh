@@ -75,7 +75,8 @@ struct Codes {
     static constexpr u32 RUN = ACROSS ? TILE_COLS / BLOCK : STEPS / BLOCK;  // of scales
     const u8 *codes, *scales;
     u32 pitch;  // codes' bytes from a stage to the next
-    u32 from[CHUNKS], end[CHUNKS];
+    // Of fprop for each chunk, since rows of gates and ups lie apart; of dgrad for the first.
+    u32 from[ACROSS ? 1 : CHUNKS], end[ACROSS ? 1 : CHUNKS];
     u32 scales_from, scales_end;
     u32 columns_left;  // of dgrad, from the tile's first on
     u32 to;
@@ -89,7 +90,7 @@ struct Codes {
         pitch = ACROSS ? STEPS * row_bytes : STEPS / 2;
         to = CODES_AT + 16 * (row * ROW + (chunk ^ row / 2 % 4 * (ROW / 4)));
 #pragma unroll
-        for (u32 i = 0; i < CHUNKS; i++) {
+        for (u32 i = 0; i < (ACROSS ? 1 : CHUNKS); i++) {
             const u32 r = row + i * APART, at = index(ACROSS ? 32 * chunk : r), k = ACROSS ? r : 32 * chunk;
             from[i] = ACROSS ? k * row_bytes + at / 2 : at * row_bytes + k / 2;
             end[i] = at != OUTSIDE && k < contraction ? contraction - k : 0;
@@ -103,8 +104,11 @@ struct Codes {
     __device__ __forceinline__ void copy(u32 stage, u32 k) const {
         const u32 step = k / STEPS * pitch;
 #pragma unroll
-        for (u32 i = 0; i < CHUNKS; i++)
-            copy_async(stage + to + i * THREADS * 16, codes + (step + from[i]), k < end[i]);
+        for (u32 i = 0; i < CHUNKS; i++) {
+            const u32 at = step + (ACROSS ? from[0] + i * (pitch / CHUNKS) : from[i]);
+            const bool live = ACROSS ? k + i * APART < end[0] : k < end[i];
+            copy_async(stage + to + i * THREADS * 16, codes + at, live);
+        }
         if (threadIdx.x < SCALES / RUN) {
             const u32 there = min((ACROSS ? columns_left : scales_end - k) / BLOCK, RUN);
             copy_part_async<RUN>(stage + SCALES_AT + threadIdx.x * RUN, scales + (step / 8 + scales_from),

@@ -101,8 +101,7 @@ fn promises_no_spills(variant: &Variant) -> bool {
     let random = chosen("ROW_STOCHASTIC", 1) || chosen("COL_STOCHASTIC", 1);
     let large = match variant.kernel {
         "grouped_gemm_act" => chosen("ACTIVATION", 3) || chosen("ACTIVATION", 4),
-        "grouped_gemm_dact" => true,
-        "packed_gemm_dact" => chosen("ROWS", 64),
+        "grouped_gemm_dact" | "packed_gemm_dact" => true,
         "hopper_gemm_dact" => !chosen("ACTIVATION", 1) && !chosen("ACTIVATION", 2),
         _ => false,
     };

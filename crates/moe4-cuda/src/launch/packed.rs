@@ -17,7 +17,8 @@ use moe4::kernels::contract::{WeightOperand, WeightShape};
 const THREADS: u32 = 128;
 const TILE_COLS: usize = 256;
 
-/// Average rows of an expert up to which codes are read.
+/// Average rows of an expert up to which codes are read. Of the tensor, not of the splits, so that a graph that is recorded for
+/// some splits has the kernels that have run with others.
 ///
 /// Of an H200, in picoseconds an element of a weight: its 2 B in BF16 take 0.47 at 4.26 TB/s. As codes it has half a byte
 /// (a scale is read once for 16 rows), 0.12, but here `mma.sync` multiplies: 128 elements by 16 rows in 6.4 cycles of
@@ -56,7 +57,7 @@ impl<'a> PackedWeights<'a> {
     ) -> Option<Self> {
         let WeightOperand::Nvfp4 { packed, .. } = w else { return None };
         let extent = groups.extent();
-        let rows = rows_at_once(groups.known_live_rows().unwrap_or(extent.rows), extent.experts)?;
+        let rows = rows_at_once(extent.rows, extent.experts)?;
         let (codes, scales) = (packed.codes.address(), packed.scales.address());
         let whole_words = [codes, scales].iter().all(|place| place.is_multiple_of(16));
         (cuda.reads_packed_weights() && fits(shape) && whole_words).then_some(Self {
