@@ -10,9 +10,8 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 
-use crate::kernels;
-use crate::layers;
 use crate::totals::Totals;
+use crate::{aarch64, kernels, layers, python};
 
 /// What a step does.
 enum Action {
@@ -26,8 +25,12 @@ enum Action {
     DocTests(&'static [&'static str]),
     /// The layer rules, in this process.
     Layers,
+    /// The library, compiled for AArch64.
+    Aarch64,
     /// The CUDA kernels, compiled for every architecture.
     Kernels,
+    /// The Python package, built and tested.
+    Python,
 }
 
 struct Step {
@@ -55,6 +58,7 @@ const STEPS: &[Step] = &[
             "warnings",
         ]),
     },
+    Step { name: "clippy, library on AArch64", action: Action::Aarch64 },
     Step { name: "kernels", action: Action::Kernels },
     Step {
         name: "docs",
@@ -70,6 +74,8 @@ const STEPS: &[Step] = &[
     },
     // Includes the README's Rust code, which the library's crate carries as a doc test.
     Step { name: "doc tests", action: Action::DocTests(&["test", "--workspace", "--doc"]) },
+    // Last: the download of torch is the longest wait that a first run may have, and says nothing of Rust.
+    Step { name: "Python package", action: Action::Python },
 ];
 
 /// Which program runs the tests.
@@ -102,7 +108,9 @@ pub(crate) fn run(root: &Path) -> Result<()> {
 fn run_step(root: &Path, runner: Runner, action: &Action, totals: &mut Totals) -> Result<()> {
     match *action {
         Action::Layers => layers::run(root),
+        Action::Aarch64 => aarch64::check(root),
         Action::Kernels => kernels::run(root, false),
+        Action::Python => python::run(root, totals),
         Action::Cargo(arguments) => execute(cargo(root).args(arguments)),
         Action::CargoWith(arguments, (name, value)) => execute(cargo(root).args(arguments).env(name, value)),
         Action::DocTests(arguments) => {

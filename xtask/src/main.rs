@@ -4,11 +4,13 @@
 //! - `kernels`: only the CUDA kernels, compiled for every architecture; with `--bless` it records what they need.
 //! - `bench`: the CPU's shapes of `moe4 bench` with PyTorch beside it, recorded; what follows goes to `moe4 bench`.
 //! - `python`: only the Python package, built and tested.
+//! - `aarch64`: the library for AArch64, and its tests in an emulator.
 //! - `picture`: draws docs/steps.svg from the records of `moe4 bench`.
 //! - `layers`: only the rules on which module and which crate may use which (fast).
 
 #![forbid(unsafe_code)]
 
+mod aarch64;
 mod bench;
 mod check;
 mod kernels;
@@ -25,11 +27,12 @@ use std::process::ExitCode;
 const USAGE: &str = "usage: cargo xtask TASK
 
 tasks:
-  check             format, layers, clippy, kernels, docs, tests, doc tests
+  check             format, layers, clippy, AArch64, kernels, docs, tests, doc tests, the Python package
   kernels           compile the CUDA kernels for every architecture, no GPU needed
   kernels --bless   and record the registers and memory that they need
   bench [ARGS]      moe4 bench on the CPU beside PyTorch, which it installs, recorded in bench/record
-  python            build the Python package and run its tests; installs torch (5 GB)
+  python            build the Python package and run its tests; installs torch (4 GB)
+  aarch64           compile the library for AArch64 and run its tests in an emulator (qemu-user, a cross linker)
   picture           draw docs/steps.svg from bench/record
   layers            which module and which crate may use which";
 
@@ -41,6 +44,7 @@ fn main() -> ExitCode {
         ["kernels", "--bless"] => kernels::run(&repository_root(), true),
         ["bench", ..] => bench::run(&repository_root(), &arguments[1..]),
         ["python"] => python::run(&repository_root(), &mut totals::Totals::default()),
+        ["aarch64"] => aarch64::check(&repository_root()).and_then(|()| aarch64::test(&repository_root())),
         ["picture"] => picture::run(&repository_root()),
         ["layers"] => layers::run(&repository_root()),
         ["help" | "--help" | "-h"] => {

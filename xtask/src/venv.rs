@@ -47,7 +47,15 @@ pub(crate) fn provide(
     println!("installing {}", requirements.display());
     execute(
         Command::new(environment.join("bin/python"))
-            .args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"])
+            .args([
+                "-m",
+                "pip",
+                "install",
+                "--disable-pip-version-check",
+                "--progress-bar",
+                "off",
+                "--no-input",
+            ])
             .args(options)
             .arg("--requirement")
             .arg(requirements),
