@@ -22,29 +22,36 @@ pub(super) enum Kind {
     Portable,
 }
 
+/// What this machine has beyond the compiler's target, the best first.
+#[cfg(target_arch = "x86_64")]
+fn extensions() -> Vec<Kind> {
+    let mut found = vec![];
+    let fma = is_x86_feature_detected!("fma");
+    let avx512 = is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl");
+    if fma && avx512 {
+        if super::amx::available() {
+            found.push(Kind::Amx);
+        }
+        found.push(Kind::Avx512);
+    }
+    if fma && is_x86_feature_detected!("avx2") {
+        found.push(Kind::Avx2);
+    }
+    found
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn extensions() -> Vec<Kind> {
+    vec![]
+}
+
 impl Isa {
     /// Everything that this machine can run, the best first.
     pub fn available() -> Vec<Self> {
-        let mut found = vec![];
-        #[cfg(target_arch = "x86_64")]
-        {
-            let fma = is_x86_feature_detected!("fma");
-            let avx512 = is_x86_feature_detected!("avx512f")
-                && is_x86_feature_detected!("avx512bw")
-                && is_x86_feature_detected!("avx512dq")
-                && is_x86_feature_detected!("avx512vl");
-            if fma && avx512 {
-                if super::amx::available() {
-                    found.push(Isa(Kind::Amx));
-                }
-                found.push(Isa(Kind::Avx512));
-            }
-            if fma && is_x86_feature_detected!("avx2") {
-                found.push(Isa(Kind::Avx2));
-            }
-        }
-        found.push(Isa(Kind::Portable));
-        found
+        extensions().into_iter().chain([Kind::Portable]).map(Isa).collect()
     }
 
     /// The best of this machine, detected once.
