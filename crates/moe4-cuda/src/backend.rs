@@ -39,7 +39,7 @@ pub struct CudaOptions {
 /// The kernels of the matrix products.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Products {
-    /// The fastest for the GPU: wgmma on Hopper (sm_90), mma.sync elsewhere; where experts have few rows (64 on average)
+    /// The fastest for the GPU: wgmma on Hopper (sm_90), mma.sync elsewhere; where experts have few rows (32 on average)
     /// and weights are NVFP4, mma.sync with weights that are read packed, a quarter of the bytes.
     #[default]
     Fastest,
