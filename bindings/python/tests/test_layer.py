@@ -14,6 +14,7 @@ from torch import Tensor
 
 import moe4
 import reference
+from moe4._routing import by_expert, inverse
 
 EXPERTS, H, F, TOP_K = 8, 64, 32, 2
 
@@ -77,6 +78,18 @@ def test_gradients_follow_the_reference(normalize: bool) -> None:
     assert reference.error(y, sums) < 2**-7
     for ours, theirs in zip((x, layer.router, layer.experts.w1, layer.experts.w2), leaves):
         assert (ours.grad.double() - theirs.grad).norm() < 0.01 * theirs.grad.norm()
+
+
+@pytest.mark.usefixtures("device")
+def test_rows_sorted_by_expert() -> None:
+    chosen = torch.randint(0, 6, (50,))
+    chosen[chosen == 3] = 5  # an expert without rows, and 5 for none
+    order, splits = by_expert(chosen, 5)
+    assert torch.equal(order, torch.argsort(chosen, stable=True))
+    assert splits.tolist() == [int((chosen == e).sum()) for e in range(5)] and splits[3] == 0
+    assert torch.equal(chosen[order][inverse(order)], chosen)
+    order, splits = by_expert(chosen[:0], 5)
+    assert len(order) == 0 and splits.tolist() == [0] * 5
 
 
 def test_misuse_is_named() -> None:

@@ -301,6 +301,11 @@ def test_state_pickle_copy(per_expert: bool) -> None:
     assert torch.equal(pickle.loads(pickle.dumps(q)).dequantize(), q.dequantize())
 
 
+def test_the_cpu_has_nothing_to_wait_for() -> None:
+    moe4.synchronize("cpu")
+    moe4.compile_kernels(device=torch.device("cpu"))
+
+
 def test_threads_agree() -> None:
     m = layer()
     x, prob = inputs()

@@ -374,6 +374,14 @@ def test_a_forked_child_is_told() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def test_kernels_ahead_of_their_use() -> None:
+    moe4.compile_kernels("swiglu", device=0)  # again: nothing to do
+    with pytest.raises(ValueError, match="unknown activation 'gelu'"):
+        moe4.compile_kernels("gelu")
+    with pytest.raises(ValueError, match="expected halves, interleaved32 or elementwise, got 'thirds'"):
+        moe4.compile_kernels(glu_layout="thirds")  # type: ignore[arg-type]
+
+
 def test_doctor_tells_of_the_gpu() -> None:
     text = moe4.doctor()
     assert "cuda:0" in text and torch.cuda.get_device_name(0) in text and "NVRTC" in text, text
