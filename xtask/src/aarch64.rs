@@ -16,7 +16,8 @@ use anyhow::{Context, Result, bail};
 use crate::venv;
 
 const TARGET: &str = "aarch64-unknown-linux-gnu";
-const CRATES: [&str; 6] = ["-p", "moe4", "-p", "moe4-conformance", "-p", "moe4-cuda"];
+/// As arguments.
+const PACKAGES: [&str; 6] = ["-p", "moe4", "-p", "moe4-conformance", "-p", "moe4-cuda"];
 const LINKER: &str = "aarch64-linux-gnu-gcc";
 const EMULATORS: [&str; 2] = ["qemu-aarch64-static", "qemu-aarch64"];
 /// Where Debian's cross packages keep the C library that the emulator loads.
@@ -30,7 +31,7 @@ pub(crate) fn check(root: &Path) -> Result<()> {
         return Ok(());
     }
     let mut command = cargo(root);
-    command.arg("clippy").args(CRATES).args(["--target", TARGET, "--", "-D", "warnings"]);
+    command.arg("clippy").args(PACKAGES).args(["--target", TARGET, "--", "-D", "warnings"]);
     venv::execute(&mut command, "`cargo xtask aarch64` repeats it, with tests")
 }
 

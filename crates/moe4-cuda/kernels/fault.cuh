@@ -18,5 +18,6 @@ struct Fault {
 // A call, since faults are rare: inlined it would take registers from the loops around it.
 static __device__ __noinline__ void report(Fault* faults, u32 kind, u64 detail) {
     atomicMin(&faults[kind].detail, detail);
+    __threadfence_system();  // who sees the notice finds the detail
     *reinterpret_cast<volatile u64*>(faults[FAULT_NOTICE].detail) = 1;
 }

@@ -63,6 +63,14 @@ struct Rows {
     }
 };
 
+// What `index` says: a row or column of the weight, the first one instead of none, so that addresses are aligned.
+struct Place {
+    u32 at;
+    bool exists;
+
+    __device__ __forceinline__ Place(u32 index) : at(index == OUTSIDE ? 0 : index), exists(index != OUTSIDE) {}
+};
+
 // An expert's codes and block scales. Chunks of 16 bytes lie so that lanes of a warp meet in different banks:
 //
 //   fprop   256 columns of 4 chunks; chunk c of column n lies in place c ^ (n / 2 % 4)
@@ -91,13 +99,16 @@ struct Codes {
         to = CODES_AT + 16 * (row * ROW + (chunk ^ row / 2 % 4 * (ROW / 4)));
 #pragma unroll
         for (u32 i = 0; i < (ACROSS ? 1 : CHUNKS); i++) {
-            const u32 r = row + i * APART, at = index(ACROSS ? 32 * chunk : r), k = ACROSS ? r : 32 * chunk;
-            from[i] = ACROSS ? k * row_bytes + at / 2 : at * row_bytes + k / 2;
-            end[i] = at != OUTSIDE && k < contraction ? contraction - k : 0;
+            const u32 r = row + i * APART, k = ACROSS ? r : 32 * chunk;
+            const Place place(index(ACROSS ? 32 * chunk : r));
+            from[i] = ACROSS ? k * row_bytes + place.at / 2 : place.at * row_bytes + k / 2;
+            end[i] = place.exists && k < contraction ? contraction - k : 0;
         }
-        const u32 at = index(ACROSS ? 0 : threadIdx.x * BLOCK), k = ACROSS ? threadIdx.x * BLOCK : 0;
+        const u32 k = ACROSS ? threadIdx.x * BLOCK : 0;
+        const Place place(index(ACROSS ? 0 : threadIdx.x * BLOCK));
+        const u32 at = place.at;
         scales_from = ACROSS ? k * row_scales + at / BLOCK : at * row_scales;
-        scales_end = at != OUTSIDE && k < contraction ? contraction - k : 0;
+        scales_end = place.exists && k < contraction ? contraction - k : 0;
         columns_left = w.k - at;
     }
 

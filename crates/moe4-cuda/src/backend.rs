@@ -17,7 +17,7 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// How the backend is set up.
 #[derive(Clone, Debug, Default)]
@@ -251,6 +251,9 @@ impl Cuda {
     ///
     /// It holds for all passes that are enqueued meanwhile, by other threads too, but not for other backends on the same
     /// stream.
+    ///
+    /// # Panics
+    /// If `shift` has not one element.
     pub fn shifting_streams<R>(&self, shift: DeviceView<'_, u64>, work: impl FnOnce() -> R) -> R {
         struct Reset<'a>(&'a AtomicU64, u64);
         impl Drop for Reset<'_> {
@@ -258,6 +261,7 @@ impl Cuda {
                 self.0.store(self.1, Ordering::Relaxed);
             }
         }
+        assert_eq!(shift.len(), 1, "elements of a shift of streams");
         let before = self.stream_shift.swap(shift.address(), Ordering::Relaxed);
         let _reset = Reset(&self.stream_shift, before);
         work()
@@ -267,11 +271,20 @@ impl Cuda {
         self.stream_shift.load(Ordering::Relaxed)
     }
 
+    /// The kernels that are loaded: those that have run, or were [prepared](Cuda::prepare).
+    pub fn loaded(&self) -> Vec<Variant> {
+        self.kernels().keys().cloned().collect()
+    }
+
+    fn kernels(&self) -> MutexGuard<'_, HashMap<Variant, Arc<Kernel>>> {
+        self.shared.kernels.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(crate) fn kernel(&self, variant: &Variant) -> Result<Arc<Kernel>, Error> {
-        let mut kernels = self.shared.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kernel) = kernels.get(variant) {
+        if let Some(kernel) = self.kernels().get(variant) {
             return Ok(kernel.clone());
         }
+        // Not under the lock: who watches the compiler may call the backend. What two threads compile at once is the same.
         let name = variant.to_string();
         let facts = self.device().facts();
         let Shared { compiler, cache, .. } = &*self.shared;
@@ -283,8 +296,7 @@ impl Cuda {
         // SAFETY: a cubin comes from NVRTC, or from a cache entry whose hash was checked.
         let loaded = unsafe { Kernel::load(self.stream.device(), &cubin, variant.kernel, name) };
         let kernel = Arc::new(self.on(loaded)?);
-        kernels.insert(variant.clone(), kernel.clone());
-        Ok(kernel)
+        Ok(self.kernels().entry(variant.clone()).or_insert(kernel).clone())
     }
 
     /// A failed call as an error of this device.

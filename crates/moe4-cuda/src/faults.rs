@@ -48,9 +48,11 @@ impl Faults {
         self.noticed.word().load(Ordering::Acquire) != 0
     }
 
-    /// The first fault, after all work on `stream`; all notes are gone then. A fault that another stream or thread causes
-    /// in between may be lost with them.
+    /// The first fault, after all work on `stream`; all notes are gone then. The detail of a fault that another stream
+    /// causes in between may be lost with them.
     pub(crate) fn take(&self, stream: &Stream) -> Result<Result<(), Error>, CallError> {
+        // Before the details are read: a fault from now on is noticed again, if for nothing.
+        self.noticed.word().store(0, Ordering::Release);
         let mut details: Details = [NONE; KINDS];
         // SAFETY: the buffer has as many bytes and one word more.
         unsafe { read(stream, self.address(), bytemuck::bytes_of_mut(&mut details))? };
@@ -58,7 +60,6 @@ impl Faults {
         if found.is_err() {
             // SAFETY: the same range.
             unsafe { fill(stream, self.address(), 0xFF, size_of::<Details>())? };
-            self.noticed.word().store(0, Ordering::Release);
         }
         Ok(found)
     }

@@ -1,6 +1,6 @@
 //! Launches the products' kernels for few rows an expert: `kernels/packed_gemm.cu`, `packed_gemm_act.cu` and
-//! `packed_gemm_dact.cu`. They read weights as packed codes, of which a product of few rows is as long as it takes to read
-//! them, and give the bits that the portable kernels give.
+//! `packed_gemm_dact.cu`. A product of few rows takes as long as its weights take to read, so that they read packed codes. They
+//! give the bits that the portable kernels give.
 
 use super::products::{MainLoop, shape_of};
 use super::row_product::RowProduct;

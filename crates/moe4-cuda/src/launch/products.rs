@@ -21,7 +21,7 @@ use moe4::kernels::{Error, Misuse};
 use moe4::numerics::BLOCK;
 use moe4::numerics::hadamard::SignMask;
 
-/// Columns of a tile of a weight gradient; `TILE_COLS` of `kernels/mma_loop.cuh`.
+/// Columns of a portable kernel's tile; `TILE_COLS` of `kernels/mma_loop.cuh`.
 pub(super) const TILE_COLS: usize = 128;
 /// Features of a slice of dprob; `GROUP_COLS` of `kernels/fragment.cuh`.
 pub(super) const SLICE_FEATURES: usize = 32;

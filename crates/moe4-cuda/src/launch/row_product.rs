@@ -1,7 +1,7 @@
 //! Products of each expert's rows with its weight: which main loop runs, and its launch.
 
 use super::packed::PackedWeights;
-use super::products::{Bf16Weights, MainLoop, ScalesArgument, shape_of};
+use super::products::{Bf16Weights, MainLoop, ScalesArgument, TILE_COLS, shape_of};
 use super::{THREADS, hopper, narrow};
 use crate::backend::Cuda;
 use crate::driver::{Arguments, Grid};
@@ -11,9 +11,6 @@ use crate::variant::Variant;
 use bytemuck::NoUninit;
 use moe4::kernels::Error;
 use moe4::kernels::contract::{Side, WeightOperand, WeightShape};
-
-/// `TILE_COLS` of `kernels/mma_loop.cuh`.
-const TILE_COLS: usize = 128;
 
 /// The weights of all experts in the form that a product reads.
 pub(super) enum Weights<'a> {

@@ -2,7 +2,7 @@
 //! rest of the batch makes the backend choose.
 
 use crate::products::{operand, tensor};
-use crate::support::{bf16_values, cuda, must, portable, skewed};
+use crate::support::{another, bf16_values, cuda, must, portable, skewed};
 use half::bf16;
 use moe4::kernels::Error;
 use moe4::kernels::activation::{Activation, GluLayout};
@@ -53,6 +53,7 @@ const SHAPES: [WeightShape; 3] =
 #[test]
 #[ignore = "needs a GPU"]
 fn plain_products_have_the_bits_of_bf16_weights() {
+    let cuda = another();
     for splits in splits() {
         for (shape, side) in SHAPES.into_iter().flat_map(|s| [(s, Side::Fprop), (s, Side::Dgrad)]) {
             let checked = || -> Outcome {
@@ -64,17 +65,24 @@ fn plain_products_have_the_bits_of_bf16_weights() {
                 let bias = data::normal_f32(groups.experts() * cols, 972);
                 for bias in [None, Some(Bias { bias: &bias, prob: None })] {
                     let case = |w| Gemm { a: &a, w, shape, side, groups: &groups, bias };
-                    let out = case(&packed).run(cuda())?;
+                    let out = case(&packed).run(&cuda)?;
                     alive("out", &out)?;
                     let len = [groups.rows(), cols];
                     bf16_values("out", &len, &case(&packed).run(portable())?, &out)?;
-                    bf16_bits("out with both forms of weights", &len, &out, &case(&both).run(cuda())?)?;
+                    bf16_bits("out with both forms of weights", &len, &out, &case(&both).run(&cuda)?)?;
                 }
                 Ok(())
             };
             must(checked().in_case(format!("{splits:?}, {shape:?}, {side:?}")));
         }
     }
+    // Both sides with each number of rows at once.
+    assert_eq!(loaded(&cuda, "packed_gemm"), 6, "{:?}", cuda.loaded());
+}
+
+/// How many variants of a kernel `cuda` has run.
+fn loaded(cuda: &Cuda, kernel: &str) -> usize {
+    cuda.loaded().iter().filter(|variant| variant.kernel == kernel).count()
 }
 
 /// FC1 and FC2's backward on `cuda`, of quantized operands.
@@ -110,8 +118,8 @@ impl Epilogues {
         Ok((forward, backward))
     }
 
-    fn as_portable(&self) -> Outcome {
-        let ((forward, backward), (expected, expected_backward)) = (self.run(cuda())?, self.run(portable())?);
+    fn as_portable(&self, cuda: &Cuda) -> Outcome {
+        let ((forward, backward), (expected, expected_backward)) = (self.run(cuda)?, self.run(portable())?);
         bf16_bits("c", &[forward.c.len()], &expected.c, &forward.c)?;
         bf16_bits("h", &[forward.h.len()], &expected.h, &forward.h)?;
         bf16_bits("dc", &[backward.dc.len()], &expected_backward.dc, &backward.dc)?;
@@ -124,6 +132,7 @@ impl Epilogues {
 #[test]
 #[ignore = "needs a GPU"]
 fn epilogues_have_the_bits_of_bf16_weights() {
+    let cuda = cuda();
     for (i, splits) in splits().into_iter().enumerate() {
         for activation in Activation::all() {
             for (layout, ffn) in
@@ -135,12 +144,14 @@ fn epilogues_have_the_bits_of_bf16_weights() {
                 }
                 let case = Epilogues { groups: ragged(&splits), activation, layout, ffn };
                 must(
-                    case.as_portable()
+                    case.as_portable(cuda)
                         .in_case(format!("{splits:?}, {activation:?}, {layout}, {ffn} features")),
                 );
             }
         }
     }
+    let kernels = ["packed_gemm_act", "packed_gemm_dact"].map(|kernel| loaded(cuda, kernel));
+    assert!(kernels.iter().all(|&variants| variants > Activation::all().len()), "loaded: {kernels:?}");
 }
 
 /// An expert whose rows are few for the kernels that read BF16, but not alone: the rest of the batch decides what
@@ -150,6 +161,7 @@ fn epilogues_have_the_bits_of_bf16_weights() {
 fn the_rest_of_the_batch_does_not_show() {
     let (shape, splits) = (WeightShape { n: 320, k: 2048 }, [100, 0, 3, 8]);
     for side in [Side::Fprop, Side::Dgrad] {
+        let cuda = another();
         let checked = || -> Outcome {
             let (cols, contraction) = side.dims(shape);
             let (all, alone) = (Groups::new(&splits, 111).expect("fits"), Groups::single(100));
@@ -159,10 +171,13 @@ fn the_rest_of_the_batch_does_not_show() {
                 let a = operand(x, contraction, groups, true, false)?;
                 let w = drive::quantize_weights(&Cpu::new(), w, groups.experts(), shape)?;
                 let w = &drive::Side::Nvfp4(w);
-                Gemm { a: &a, w, shape, side, groups, bias: None }.run(cuda())
+                Gemm { a: &a, w, shape, side, groups, bias: None }.run(&cuda)
             };
             let among_others = run(&x, &w, &all)?;
+            alive("out", &among_others)?;
+            assert_eq!((loaded(&cuda, "packed_gemm"), loaded(&cuda, "hopper_gemm")), (1, 0));
             let alone = run(&x[..100 * contraction], &w[..shape.n * shape.k], &alone)?;
+            assert_eq!(loaded(&cuda, "packed_gemm"), 1, "100 rows are not few");
             bf16_bits("out", &[100, cols], &alone, &among_others[..100 * cols])
         };
         must(checked().in_case(format!("{side:?}")));

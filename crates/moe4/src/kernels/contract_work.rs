@@ -21,7 +21,7 @@ impl<M: Memory> Operand<'_, M> {
 }
 
 impl<M: Memory> WeightOperand<'_, M> {
-    /// Of one form: where there are BF16 values, they are what is read.
+    /// Of one form: where there are BF16 values, they are counted, though a backend may read the codes beside them.
     fn bytes(&self) -> usize {
         match self {
             WeightOperand::Bf16(w) => w.iter().map(|w| M::len(w) * 2).sum(),

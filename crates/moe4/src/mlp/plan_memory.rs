@@ -54,7 +54,8 @@ impl Plan {
     /// `unpacked` is what the backend says in
     /// [`Capabilities::unpacked_operands`](crate::kernels::Capabilities::unpacked_operands). Not counted are the caller's
     /// tensors (inputs, prepared weights, buffers of weight gradients, `y` once the backward runs), a [trace](super::Trace),
-    /// and what a backend needs within a pass: on a CPU some MiB a thread.
+    /// and what a backend needs within a pass: on a CPU some MiB a thread, on a GPU
+    /// partial sums, the largest of them `dprob`'s, `[F/32, T]` in FP32.
     pub fn peak_bytes(&self, rows: Rows, unpacked: bool) -> PeakBytes {
         let shaped = Shaped { plan: self, rows, unpacked };
         PeakBytes { forward: shaped.forward(), backward: shaped.backward() }
