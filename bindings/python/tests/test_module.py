@@ -357,26 +357,28 @@ def test_ctrl_c_ends_a_long_call() -> None:
     splits = [2048] * 4
     handled: list[float] = []
 
-    def timed() -> tuple[float, float]:
-        """Start and end of a call with a signal on the way."""
+    def timed() -> float:
+        """The end of a call with a signal on the way."""
         timer = threading.Timer(0.05, lambda: signal.raise_signal(signal.SIGINT))
         timer.start()
-        start = time.perf_counter()
         try:
             big(x, splits, prob)
         finally:
             timer.join()
-        return start, time.perf_counter()
+        return time.perf_counter()
 
     before = signal.signal(signal.SIGINT, lambda *_: handled.append(time.perf_counter()))
     try:
         with torch.no_grad():
-            start, end = timed()
+            end = timed()
+        # Hundreds of milliseconds; after the call it would be none.
+        assert len(handled) == 1 and end - handled[0] > 0.01, "handlers run while the call does"
+        # Python's own, also where the process was started to ignore the signal.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            timed()
     finally:
         signal.signal(signal.SIGINT, before)
-    assert len(handled) == 1 and end - handled[0] > 0.3 * (end - start), "handlers run while the call does"
-    with pytest.raises(KeyboardInterrupt), torch.no_grad():
-        timed()
     assert big(x, splits, prob).isfinite().all(), "and the next call works"
 
 
