@@ -168,7 +168,11 @@ class GroupedMLP(nn.Module):
 
         Without ``delay_wgrad_compute``, and for weights that need no gradient, nothing happens.
 
+        A call that raises may be repeated when its cause is gone, such as too little memory: gradients still wait. Only
+        if ``main_grad`` had been added to in part are they lost.
+
         Raises:
+            ValueError: ``main_grad`` is absent, of another shape, on another device or shares memory with what is read.
             RuntimeError: there was no backward before; or, with ``precision="bf16"``, ``x`` or the gradient of ``y`` was
                 modified in place since.
         """
@@ -178,8 +182,12 @@ class GroupedMLP(nn.Module):
             if any(weight.requires_grad for weight in (*_listed(self.w1), *_listed(self.w2))):
                 raise RuntimeError("backward_dw: expected a backward before, one for each call, got none")
             return
-        into = self._delayed[0].targets()
-        self._delayed.popleft().run(into)
+        earliest = self._delayed[0]
+        try:
+            earliest.run(earliest.targets())
+        finally:
+            if earliest.over:
+                self._delayed.popleft()
         for hook in self._hooks:
             hook()
 
