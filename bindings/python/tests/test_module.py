@@ -329,6 +329,39 @@ def test_quantized_weights_are_kept_for_a_version() -> None:
     assert torch.equal(m(x, SPLITS, prob), m(x, SPLITS, prob, weight_version=1))
 
 
+def test_streams_share_quantized_weights_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, str]] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def record_event(self) -> str:
+            done.append((self.name, "records"))
+            return "made"
+
+        def wait_event(self, event: str) -> None:
+            assert event == "made"
+            done.append((self.name, "waits"))
+
+    def record_stream(_: Tensor, stream: Stream) -> None:
+        done.append((stream.name, "keeps"))
+
+    monkeypatch.setattr(Tensor, "record_stream", record_stream)
+    m, a, b = layer(), Stream("a"), Stream("b")
+
+    def call(stream: Any, version: int) -> list[Tensor]:
+        done.clear()
+        return m._of_version(version, stream)
+
+    first = call(a, 0)
+    assert done == [("a", "records")]
+    assert call(a, 0) is first and not done
+    assert call(b, 0) is first and done == [("b", "waits"), *[("b", "keeps")] * 8]
+    assert call(b, 1) is not first and done == [("b", "records")]
+    assert call(a, 1) is not first and done[0] == ("a", "waits")
+
+
 @pytest.mark.parametrize("per_expert", [False, True])
 def test_state_pickle_copy(per_expert: bool) -> None:
     m, other = layer(bias=True, per_expert=per_expert), layer(bias=True, per_expert=per_expert)
