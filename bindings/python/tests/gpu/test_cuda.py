@@ -6,6 +6,7 @@ Kernels are compiled at first use, so that all tests share a few activations and
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import threading
 from typing import Any, Optional
@@ -203,8 +204,7 @@ def test_a_graph_takes_other_splits_and_inputs(precision: str, rows: int) -> Non
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = step(m, *static, seed=None)
-    everything = [0, 1, 0, rows - 1], [rows, 0, 0, 0]
-    for seed, other in ((1, splits_of(rows)), (8, everything[0]), (9, everything[1]), (10, [1, 2, 3, 4])):
+    for seed, other in ((1, splits_of(rows)), (8, [0, 1, 0, rows - 1]), (9, [rows, 0, 0, 0]), (10, [1, 2, 3, 4])):
         x, _, prob, dy = inputs(rows, seed)
         fresh = [x, torch.tensor(other).cuda(), prob, dy]
         for buffer, new in zip(static, fresh):
@@ -345,8 +345,12 @@ def test_a_forked_child_is_told() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_kernels_ahead_of_their_use() -> None:
-    moe4.compile_kernels("swiglu", device=0)  # again: nothing to do
+def test_kernels_ahead_of_their_use(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "moe4"):
+        moe4.compile_kernels("swiglu", device=0)  # again: nothing to do
+        for rows in FEW_AND_MANY:  # see test_kernels.py, with nothing in the cache
+            step(layer(), *inputs(rows))
+    assert not caplog.records
     with pytest.raises(ValueError, match="unknown activation 'gelu'"):
         moe4.compile_kernels("gelu")
     with pytest.raises(ValueError, match="expected halves, interleaved32 or elementwise, got 'thirds'"):
