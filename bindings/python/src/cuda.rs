@@ -13,6 +13,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,10 +22,10 @@ use moe4::kernels::activation::Activation;
 use moe4::kernels::{Backend, Error, Interruptible};
 use moe4::mlp::GluLayout;
 use moe4::mlp::RandomSeed;
-use moe4_cuda::catalog::{activation_variants, catalog};
+use moe4_cuda::catalog::operator_variants;
 use moe4_cuda::compile::{Compiling, Watch};
 use moe4_cuda::driver::{Allocation, Allocator, CallError, CurrentContext, Device, Event, Stream};
-use moe4_cuda::{Cuda, CudaOptions, DeviceBuffer, DeviceGroups, DeviceMemory, Products};
+use moe4_cuda::{Cuda, CudaOptions, DeviceBuffer, DeviceGroups, DeviceMemory};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -248,7 +249,7 @@ fn open(py: Python<'_>, ordinal: usize) -> PyResult<Arc<Gpu>> {
     let options = CudaOptions {
         ordinal,
         nvrtc: nvrtc_folders(py)?,
-        watch: Watch::new(watch),
+        watch: Watch::stopping(watch),
         allocator: Some(Arc::new(TorchAllocator { empty: empty(Dtype::U8)? })),
         ..CudaOptions::default()
     };
@@ -278,18 +279,18 @@ pub(crate) fn nvrtc_folders(py: Python<'_>) -> PyResult<Vec<PathBuf>> {
     Ok(folders.into_iter().filter(|folder| folder.is_dir()).collect())
 }
 
-/// Called on the thread that compiles, without the interpreter's lock.
-fn watch(event: Compiling<'_>) {
+/// Called on the thread that asked for the kernel, without the interpreter's lock.
+fn watch(event: Compiling<'_>) -> ControlFlow<()> {
     Python::attach(|py| {
         let outcome = match event {
             Compiling::Begins(variant) => log(py, &format!("compiling {variant}, once for this GPU")),
             Compiling::Ended(_) => py.check_signals(),
         };
-        if let Err(raised) = outcome {
-            RAISED.set(Some(raised));
-            STOP.with(|stop| stop.store(true, Ordering::Relaxed));
-        }
-    });
+        let Err(raised) = outcome else { return ControlFlow::Continue(()) };
+        RAISED.set(Some(raised));
+        STOP.with(|stop| stop.store(true, Ordering::Relaxed));
+        ControlFlow::Break(())
+    })
 }
 
 fn log(py: Python<'_>, message: &str) -> PyResult<()> {
@@ -311,14 +312,8 @@ pub(crate) fn compile_kernels(
         glu_layout.parse().map_err(|e| PyValueError::new_err(format!("glu_layout: {e}")))?;
     OnCuda::current(py, ordinal)?.run(py, |backend| {
         let cuda = backend.inner();
-        let hopper = cuda.device().facts().arch.has_wgmma();
-        let products = if hopper { Products::Fastest } else { Products::Portable };
-        let every = catalog().into_iter().map(|entry| entry.variant).filter(|variant| {
-            let product = variant.kernel.contains("gemm") || variant.kernel.contains("wgrad");
-            let act = variant.kernel.ends_with("act");
-            !act && (!product || variant.kernel.starts_with("hopper") == hopper)
-        });
-        let variants: Vec<_> = every.chain(activation_variants(&activation, layout, products)).collect();
+        let arch = cuda.device().facts().arch;
+        let variants = operator_variants(&activation, layout, cuda.products(), arch);
         Ok(cuda.prepare(&variants)?)
     })
 }

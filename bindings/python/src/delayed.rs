@@ -5,7 +5,9 @@
 
 use half::bf16;
 use moe4::kernels::Host;
-use moe4::mlp::{BackwardArgs, BackwardTensors, GroupedMlp, Plan, SavedAs, WgradParts, WgradTensors};
+use moe4::mlp::{
+    BackwardArgs, BackwardTensors, GroupedMlp, Plan, SavedAs, WeightShape, WgradParts, WgradTensors,
+};
 use moe4_cuda::DeviceMemory;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -13,7 +15,7 @@ use pyo3::prelude::*;
 use crate::cpu::OnCpu;
 use crate::cuda::OnCuda;
 use crate::exchange::Exchange;
-use crate::operator::{Backward, give, rebuild, weight_grads};
+use crate::operator::{Backward, expect_weights, give, rebuild, weight_grads};
 use crate::options::{needs, parse};
 use crate::place::{Checked, Place};
 use crate::splits::Splits;
@@ -37,6 +39,8 @@ enum Anywhere {
 
 struct Kept<M: Exchange> {
     tensors: WgradTensors<M>,
+    /// Of both weights.
+    shapes: [WeightShape; 2],
     plan: Plan,
     groups: M::Groups,
     /// In BF16 precision.
@@ -108,7 +112,7 @@ fn at<'py, P: Place>(
         SavedAs::Bf16 => (Some(dy), vec![x]),
         _ => (None, saved.x),
     };
-    let kept = Kept { tensors, plan, groups, dy, x, h: saved.h };
+    let kept = Kept { tensors, shapes: mlp.weight_shapes(), plan, groups, dy, x, h: saved.h };
     Ok((gradients, kept))
 }
 
@@ -123,45 +127,59 @@ impl DelayedWeightGrads {
         accumulate: bool,
     ) -> PyResult<()> {
         let dw = [Tensor::list("dw1", &dw1)?, Tensor::list("dw2", &dw2)?];
-        let kept = self.kept.take().ok_or_else(|| {
+        let kept = self.kept.as_ref().ok_or_else(|| {
             PyRuntimeError::new_err("delayed weight gradients: expected one run, got another")
         })?;
-        let device = common_device(dw.iter().flatten())?;
-        match (kept, device) {
-            (Anywhere::Cpu(kept), Device::Cpu) => run_at(py, &OnCpu, *kept, dw, accumulate),
+        let mut begun = false;
+        let outcome = match (kept, common_device(dw.iter().flatten())?) {
+            (Anywhere::Cpu(kept), Device::Cpu) => run_at(py, &OnCpu, kept, dw, accumulate, &mut begun),
             (Anywhere::Cuda(kept, made_at), Device::Cuda(ordinal)) if made_at.ordinal() == ordinal => {
                 let place = OnCuda::current(py, ordinal)?;
-                place.after(&made_at, || run_at(py, &place, *kept, dw, accumulate))
+                place.after(made_at, || run_at(py, &place, kept, dw, accumulate, &mut begun))
             }
             (kept, device) => {
-                let made_at = match &kept {
+                let made_at = match kept {
                     Anywhere::Cpu(_) => Device::Cpu,
                     Anywhere::Cuda(_, place) => Device::Cuda(place.ordinal()),
                 };
-                self.kept = Some(kept);
-                Err(misplaced("dw1[0]", device, made_at))
+                return Err(misplaced("dw1[0]", device, made_at));
             }
+        };
+        // Not before: on a GPU this frees memory, and only now the stream that it belongs to waits for its readers.
+        if outcome.is_ok() || (begun && accumulate) {
+            self.kept = None;
         }
+        outcome
+    }
+
+    /// Whether there is nothing to run any more: it ran, or it failed in the midst of adding, which a second run would do
+    /// twice.
+    fn over(&self) -> bool {
+        self.kept.is_none()
     }
 }
 
+/// `begun` tells whether something may have been written; before that everything is checked.
 fn run_at<P: Place>(
     py: Python<'_>,
     place: &P,
-    Kept { tensors, plan, groups, dy, x, h }: Kept<P::Memory>,
+    Kept { tensors, shapes, plan, groups, dy, x, h }: &Kept<P::Memory>,
     mut dw: [Vec<Tensor>; 2],
     accumulate: bool,
+    begun: &mut bool,
 ) -> PyResult<()> {
-    let written: Vec<&Tensor> = dw.iter().flatten().collect();
-    expect_disjoint(&written, dy.iter().chain(&x).chain(&h))?;
     let config = &plan.config;
+    dw.iter().zip(*shapes).try_for_each(|(dw, shape)| expect_weights(dw, config.experts, shape))?;
+    let written: Vec<&Tensor> = dw.iter().flatten().collect();
+    expect_disjoint(&written, dy.iter().chain(x).chain(h))?;
+    let dw = weight_grads::<P::Memory>(&mut dw, config.experts, accumulate)?;
     place.run(py, |backend| {
         let parts = WgradParts {
             dy: dy.as_ref().map(Tensor::view::<P::Memory, bf16>).transpose().checked()?,
-            x: rebuild::<P::Memory>(plan.saved_x, &x, &groups, config.hidden).checked()?,
-            h: rebuild::<P::Memory>(plan.saved_h, &h, &groups, config.ffn).checked()?,
+            x: rebuild::<P::Memory>(plan.saved_x, x, groups, config.hidden).checked()?,
+            h: rebuild::<P::Memory>(plan.saved_h, h, groups, config.ffn).checked()?,
         };
-        let dw = weight_grads::<P::Memory>(&mut dw, config.experts, accumulate).checked()?;
+        *begun = true;
         Ok(tensors.run(backend, parts, dw)?)
     })
 }

@@ -125,17 +125,30 @@ fn quantized<M: Exchange>(tensors: &[Tensor]) -> PyResult<Nvfp4Weights<'_, M>> {
 fn plain<M: Exchange>(
     weights: &[Tensor],
     experts: usize,
-    WeightShape { n, k }: WeightShape,
+    shape: WeightShape,
 ) -> PyResult<WeightSource<'_, M>> {
+    expect_weights(weights, experts, shape)?;
     match weights {
-        [one] if one.shape().len() == 3 => {
-            one.expect(&[experts, n, k])?;
-            Ok(WeightSource::Packed(one.view::<M, bf16>()?))
-        }
+        [one] if one.shape().len() == 3 => Ok(WeightSource::Packed(one.view::<M, bf16>()?)),
         each => {
-            each.iter().try_for_each(|w| w.expect(&[n, k]))?;
             Ok(WeightSource::PerExpert(each.iter().map(Tensor::view::<M, bf16>).collect::<PyResult<_>>()?))
         }
+    }
+}
+
+/// One tensor of all experts, or one for each, of the shape of a weight.
+pub(crate) fn expect_weights(
+    tensors: &[Tensor],
+    experts: usize,
+    WeightShape { n, k }: WeightShape,
+) -> PyResult<()> {
+    match tensors {
+        [one] if one.shape().len() == 3 => one.expect(&[experts, n, k]),
+        each if each.len() == experts => each.iter().try_for_each(|tensor| tensor.expect(&[n, k])),
+        each => Err(PyValueError::new_err(format!(
+            "weights: expected one tensor for each of {experts} experts, got {}",
+            each.len()
+        ))),
     }
 }
 

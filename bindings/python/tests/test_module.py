@@ -132,6 +132,28 @@ def test_delayed_weight_gradients_are_the_same(options: dict[str, Any], fused: b
     assert same(expected, got) and all(t.abs().sum() > 0 for t in got[-2:])
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_delayed_weight_gradients_that_fail_wait_unless_a_part_was_added(over: bool) -> None:
+    class Fails:
+        def run(self, *_: object) -> None:
+            raise torch.OutOfMemoryError
+
+        def over(self) -> bool:
+            return over
+
+    m = layer(delay_wgrad_compute=True)
+    x, prob = inputs()
+    for _ in range(2):
+        m(x, SPLITS, prob).sum().backward()
+    handle, m._delayed[0]._handle = m._delayed[0]._handle, Fails()  # type: ignore[assignment]
+    with pytest.raises(torch.OutOfMemoryError):
+        m.backward_dw()
+    assert len(m._delayed) == (1 if over else 2) and m.w1.grad is None
+    m._delayed[0]._handle = handle
+    m.backward_dw()
+    assert m.w1.grad.abs().sum() > 0 and handle.over()
+
+
 def test_delayed_weight_gradients_with_the_rest_of_torch() -> None:
     torch._dynamo.reset()
     m = layer(gradient_rounding="nearest", delay_wgrad_compute=True)
@@ -179,6 +201,28 @@ def test_misuse_of_delayed_weight_gradients() -> None:
     assert m.w1.main_grad.abs().sum() > 0, "nothing was lost"
     with pytest.raises(RuntimeError, match="expected one run, got another"):
         pending.run(pending.targets())
+
+    shared = torch.zeros(m.w1.shape)
+    for buffers, message in (
+        ([torch.zeros(m.w1.shape, device="meta"), torch.zeros(m.w2.shape)], "expected a tensor on cpu or cuda"),
+        ([torch.zeros(m.w1.shape), torch.zeros(4, 32, 64)], r"dw2\[0\]: expected shape \[4, 64, 32\], got \[4, 32, 64\]"),
+        ([torch.zeros(m.w1.shape), torch.zeros(m.w2.shape, dtype=torch.float64)], "expected dtype"),
+        ([shared, shared.flatten()[: m.w2.numel()].view(m.w2.shape)], "share memory"),
+    ):
+        m.w1.main_grad, m.w2.main_grad = torch.zeros(m.w1.shape), torch.zeros(m.w2.shape)
+        torch.manual_seed(3)
+        m(x, SPLITS, prob).sum().backward()
+        m.backward_dw()
+        expected = m.w1.main_grad, m.w2.main_grad
+        torch.manual_seed(3)
+        m(x, SPLITS, prob).sum().backward()
+        m.w1.main_grad, m.w2.main_grad = buffers
+        with pytest.raises((TypeError, ValueError), match=message):
+            m.backward_dw()
+        assert buffers[0].is_meta or not buffers[0].any(), "nothing is written in part"
+        m.w1.main_grad, m.w2.main_grad = torch.zeros(m.w1.shape), torch.zeros(m.w2.shape)
+        m.backward_dw()
+        assert same(list(expected), [m.w1.main_grad, m.w2.main_grad]) and not m._delayed, "the gradient was still there"
 
     class Twice(torch.nn.Module):
         def forward(self, w: Tensor) -> Tensor:
@@ -283,6 +327,39 @@ def test_quantized_weights_are_kept_for_a_version() -> None:
     assert torch.equal(first, m(x, SPLITS, prob, weight_version=0)), "of version 0"
     assert not torch.equal(first, m(x, SPLITS, prob, weight_version=1))
     assert torch.equal(m(x, SPLITS, prob), m(x, SPLITS, prob, weight_version=1))
+
+
+def test_streams_share_quantized_weights_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, str]] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def record_event(self) -> str:
+            done.append((self.name, "records"))
+            return "made"
+
+        def wait_event(self, event: str) -> None:
+            assert event == "made"
+            done.append((self.name, "waits"))
+
+    def record_stream(_: Tensor, stream: Stream) -> None:
+        done.append((stream.name, "keeps"))
+
+    monkeypatch.setattr(Tensor, "record_stream", record_stream)
+    m, a, b = layer(), Stream("a"), Stream("b")
+
+    def call(stream: Any, version: int) -> list[Tensor]:
+        done.clear()
+        return m._of_version(version, stream)
+
+    first = call(a, 0)
+    assert done == [("a", "records")]
+    assert call(a, 0) is first and not done
+    assert call(b, 0) is first and done == [("b", "waits"), *[("b", "keeps")] * 8]
+    assert call(b, 1) is not first and done == [("b", "records")]
+    assert call(a, 1) is not first and done[0] == ("a", "waits")
 
 
 @pytest.mark.parametrize("per_expert", [False, True])

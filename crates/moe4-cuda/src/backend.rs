@@ -1,6 +1,6 @@
 //! [`Cuda`]: the backend, its memory, and its kernels, compiled when they are first needed.
 
-use crate::compile::{Cache, Compiler, Watch, log_progress};
+use crate::compile::{Arch, Cache, CompileError, Compiler, Watch, log_progress};
 use crate::driver::{
     Allocator, CallError, Device, DeviceBytes, Event, Graph, Kernel, Stream, Unavailable, fill, read,
 };
@@ -14,7 +14,7 @@ use moe4::kernels::contract::*;
 use moe4::kernels::{Backend, Capabilities, DeviceError, Element, Error, Misuse};
 use moe4::tensor::Groups;
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -45,6 +45,18 @@ pub enum Products {
     Fastest,
     /// mma.sync, which every GPU from sm_80 on has, with operands in BF16; for comparison.
     Portable,
+}
+
+impl Products {
+    /// Whether products run on Hopper's matrix unit, where their operands allow it.
+    pub(crate) fn use_wgmma(self, arch: Arch) -> bool {
+        self == Products::Fastest && arch.has_wgmma()
+    }
+
+    /// Whether products of few rows an expert read weights as packed codes, where those allow it.
+    pub(crate) fn use_packed_weights(self) -> bool {
+        self == Products::Fastest
+    }
 }
 
 /// The passes on one NVIDIA GPU, in the order of one stream. They return when the work is enqueued.
@@ -124,12 +136,17 @@ impl Cuda {
 
     /// Whether products run on Hopper's matrix unit.
     pub(crate) fn multiplies_by_wgmma(&self) -> bool {
-        self.shared.products == Products::Fastest && self.device().facts().arch.has_wgmma()
+        self.shared.products.use_wgmma(self.device().facts().arch)
     }
 
     /// Whether products of few rows an expert read weights as packed codes.
     pub(crate) fn reads_packed_weights(&self) -> bool {
-        self.shared.products == Products::Fastest
+        self.shared.products.use_packed_weights()
+    }
+
+    /// Which kernels multiply.
+    pub fn products(&self) -> Products {
+        self.shared.products
     }
 
     /// Waits for all work, and tells what passes could find out only on the device: an index beyond a tensor, splits that
@@ -152,13 +169,19 @@ impl Cuda {
     /// cores at once.
     pub fn prepare(&self, variants: &[Variant]) -> Result<(), Error> {
         let facts = self.device().facts();
-        let compiled = self.shared.compiler.load_all(&self.shared.cache, variants, facts.arch, log_progress);
-        compiled.map_err(|e| DeviceError {
-            device: facts.name.clone(),
-            call: "compiling kernels".into(),
-            reason: e.to_string(),
-        })?;
-        variants.iter().try_for_each(|v| self.kernel(v).map(drop))
+        let missing: BTreeSet<&Variant> = {
+            let kernels = self.kernels();
+            variants.iter().filter(|variant| !kernels.contains_key(variant)).collect()
+        };
+        let missing: Vec<Variant> = missing.into_iter().cloned().collect();
+        let compiled = self.shared.compiler.load_all(&self.shared.cache, &missing, facts.arch, log_progress);
+        let cubins = compiled.map_err(|e| self.not_compiled("compiling kernels".into(), &e))?;
+        let mut kernels = self.kernels();
+        for (variant, cubin) in missing.into_iter().zip(&cubins) {
+            let kernel = self.load(&variant, cubin)?;
+            kernels.entry(variant).or_insert(kernel);
+        }
+        Ok(())
     }
 
     /// Records what `work` enqueues as a graph. Outputs and groups are made before; kernels have run, or are
@@ -285,18 +308,23 @@ impl Cuda {
             return Ok(kernel.clone());
         }
         // Not under the lock: who watches the compiler may call the backend. What two threads compile at once is the same.
-        let name = variant.to_string();
-        let facts = self.device().facts();
         let Shared { compiler, cache, .. } = &*self.shared;
-        let cubin = compiler.compile_cached(cache, variant, facts.arch).map_err(|e| DeviceError {
-            device: facts.name.clone(),
-            call: format!("compiling {name}"),
-            reason: e.to_string(),
-        })?;
-        // SAFETY: a cubin comes from NVRTC, or from a cache entry whose hash was checked.
-        let loaded = unsafe { Kernel::load(self.stream.device(), &cubin, variant.kernel, name) };
-        let kernel = Arc::new(self.on(loaded)?);
+        let cubin = compiler
+            .compile_cached(cache, variant, self.device().facts().arch)
+            .map_err(|e| self.not_compiled(format!("compiling {variant}"), &e))?;
+        let kernel = self.load(variant, &cubin)?;
         Ok(self.kernels().entry(variant.clone()).or_insert(kernel).clone())
+    }
+
+    fn load(&self, variant: &Variant, cubin: &[u8]) -> Result<Arc<Kernel>, Error> {
+        // SAFETY: a cubin comes from NVRTC, or from a cache entry whose hash was checked.
+        let loaded =
+            unsafe { Kernel::load(self.stream.device(), cubin, variant.kernel, variant.to_string()) };
+        self.on(loaded).map(Arc::new)
+    }
+
+    fn not_compiled(&self, call: String, error: &CompileError) -> DeviceError {
+        DeviceError { device: self.device().facts().name.clone(), call, reason: error.to_string() }
     }
 
     /// A failed call as an error of this device.

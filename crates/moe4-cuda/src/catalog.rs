@@ -2,6 +2,8 @@
 //!
 #![forbid(unsafe_code)]
 
+use std::collections::BTreeSet;
+
 use crate::backend::Products;
 use crate::compile::Arch;
 use crate::launch;
@@ -60,12 +62,64 @@ pub fn catalog() -> Vec<CatalogEntry> {
 /// The products with one activation and layout, as the operator runs them on many rows: with exact amaxes, or none in BF16.
 pub fn activation_variants(activation: &Activation, layout: GluLayout, products: Products) -> Vec<Variant> {
     let main_loop = if products == Products::Fastest { MainLoop::Hopper } else { MainLoop::Portable };
-    let exact = [SignMask::DEFAULT, SignMask(1)].map(EpilogueAmax::Exact);
+    let exact = EXACT.map(EpilogueAmax::Exact);
+    let amaxes = exact.into_iter().chain([EpilogueAmax::None]);
+    amaxes.flat_map(|amax| with_epilogue(EpilogueChoice::new(activation, layout, amax), main_loop)).collect()
+}
+
+/// Everything that the operator with one activation and layout may launch on a GPU, whatever its other options, the number
+/// of rows and the place of its weights are; and what a layer with a router does around it. Each once.
+pub fn operator_variants(
+    activation: &Activation,
+    layout: GluLayout,
+    products: Products,
+    arch: Arch,
+) -> Vec<Variant> {
+    let main_loops = MainLoop::every(products, arch);
+    let others = [EpilogueAmax::None, EpilogueAmax::Before, EpilogueAmax::Bound];
+    let amaxes = EXACT.map(EpilogueAmax::Exact).into_iter().chain(others);
+    let choices = amaxes.map(|amax| EpilogueChoice::new(activation, layout, amax));
+    let with_activation = choices
+        .flat_map(|choice| main_loops.iter().flat_map(move |&main_loop| with_epilogue(choice, main_loop)));
+    // The rest of the catalog has none, and each main loop that it runs on.
+    let rest = catalog().into_iter().map(|entry| entry.variant).filter(|variant| {
+        let avoided = |kernels: &str, used: bool| variant.kernel.starts_with(kernels) && !used;
+        !variant.kernel.ends_with("act")
+            && !avoided("hopper_", products.use_wgmma(arch))
+            && !avoided("packed_", products.use_packed_weights())
+    });
+    let distinct: BTreeSet<_> = with_activation.chain(rest).chain(operator_copies()).collect();
+    distinct.into_iter().collect()
+}
+
+/// Masks, the second of which stands for all that are given at launch.
+const EXACT: [SignMask; 2] = [SignMask::DEFAULT, SignMask(1)];
+
+/// Both products of a main loop that have an epilogue with an activation, with `h` made again and without.
+fn with_epilogue(choice: EpilogueChoice, main_loop: MainLoop) -> [Variant; 3] {
+    let dact = |h_again| launch::grouped_gemm_dact_variant(choice, h_again, main_loop);
+    [launch::grouped_gemm_act_variant(choice, main_loop), dact(false), dact(true)]
+}
+
+/// The copies of `x` and `h` in the forward, of an `h` that is made again, of `dy` and of `dc`: as BF16 values, but for
+/// columnwise ones that wait for the backward.
+fn operator_copies() -> Vec<Variant> {
+    let none = Copy::default();
+    let packed = Copy { made: true, packed: true, ..none };
+    let nearest = Copy { made: true, unpacked: true, ..none };
+    let stochastic = Copy { stochastic: true, ..nearest };
+    let masks = [None, Some(SignMask::DEFAULT), Some(SignMask::NONE), Some(SignMask(1))];
     let mut variants = Vec::new();
-    for amax in exact.into_iter().chain([EpilogueAmax::None]) {
-        let choice = EpilogueChoice::new(activation, layout, amax);
-        variants.push(launch::grouped_gemm_act_variant(choice, main_loop));
-        variants.extend([false, true].map(|h| launch::grouped_gemm_dact_variant(choice, h, main_loop)));
+    variants.extend([nearest, stochastic].map(|row| launch::group_quantize_variant(row, none, None)));
+    let pairs = [
+        (nearest, packed),
+        (none, nearest),
+        (none, stochastic),
+        (nearest, nearest),
+        (stochastic, stochastic),
+    ];
+    for (row, col) in pairs {
+        variants.extend(masks.map(|rht| launch::group_quantize_variant(row, col, rht)));
     }
     variants
 }
@@ -110,10 +164,10 @@ fn promises_no_spills(variant: &Variant) -> bool {
 
 /// Each main loop, and each activation, layout and kind of amax once with both epilogues that have them.
 fn products() -> Vec<Variant> {
-    let packed = [16, 32, 64].map(|rows| MainLoop::Packed { rows });
+    let packed: Vec<_> = launch::every_packed_rows().map(|rows| MainLoop::Packed { rows }).collect();
     let mut variants = Vec::new();
     for side in [Side::Fprop, Side::Dgrad] {
-        let main_loops = [MainLoop::Portable, MainLoop::Hopper].into_iter().chain(packed);
+        let main_loops = [MainLoop::Portable, MainLoop::Hopper].into_iter().chain(packed.iter().copied());
         variants.extend(main_loops.map(|main_loop| launch::grouped_gemm_variant(side, main_loop)));
     }
     variants.extend([false, true].map(launch::column_sums_variant));
@@ -130,9 +184,10 @@ fn products() -> Vec<Variant> {
         let dact = launch::grouped_gemm_dact_variant(choice, h, main_loop);
         [launch::grouped_gemm_act_variant(choice, main_loop), dact]
     };
+    let fewest = packed[0];
     let epilogues = |activation: &Activation, layout, amax, h_again| {
         let choice = EpilogueChoice::new(activation, layout, amax);
-        let main_loops = [MainLoop::Portable, MainLoop::Hopper, packed[0]];
+        let main_loops = [MainLoop::Portable, MainLoop::Hopper, fewest];
         main_loops.into_iter().flat_map(move |main_loop| of_choice(choice, h_again, main_loop))
     };
     let exact = EpilogueAmax::Exact(SignMask::DEFAULT);
@@ -189,19 +244,4 @@ fn group_quantize() -> Vec<Variant> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::BTreeSet;
-
-    use super::catalog;
-    use crate::sources::SOURCES;
-
-    #[test]
-    fn variants_differ_and_have_a_source() {
-        let entries = catalog();
-        let distinct: BTreeSet<_> = entries.iter().map(|entry| &entry.variant).collect();
-        assert_eq!(distinct.len(), entries.len());
-        let kernels: BTreeSet<_> = entries.iter().map(|entry| entry.variant.kernel).collect();
-        let sources: BTreeSet<_> = SOURCES.iter().map(|(name, _)| *name).collect();
-        assert_eq!(kernels, sources, "kernels of the catalog and sources");
-    }
-}
+mod tests;

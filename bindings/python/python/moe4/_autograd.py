@@ -42,7 +42,7 @@ def _placeholder(weight: Tensor) -> Optional[Tensor]:
 
 
 class DelayedGradients:
-    """The weights' gradients of one backward, not computed yet; what they read is kept until :meth:`run`."""
+    """The weights' gradients of one backward, not computed yet; what they read is kept until :meth:`run` has succeeded."""
 
     __slots__ = ("_first", "_fused", "_handle", "_watched", "_weights")
 
@@ -69,9 +69,17 @@ class DelayedGradients:
             return _main_grads(self._weights)
         return [torch.empty_like(weight, memory_format=torch.contiguous_format) for weight in self._weights]
 
+    @property
+    def over(self) -> bool:
+        """Whether another :meth:`run` cannot help: one succeeded, or failed when it had added a part to ``main_grad``."""
+        return self._handle.over()
+
     @torch.no_grad()
     def run(self, into: list[Tensor]) -> None:
-        """Both products, once. What autograd does with a gradient that arrives, hooks aside, is done here."""
+        """Both products, once. What autograd does with a gradient that arrives, hooks aside, is done here.
+
+        Everything is checked before anything is written; a call that raises then may be repeated.
+        """
         self._handle.run(into[: self._first], into[self._first :], self._fused)
         for weight, grad in zip(self._weights, into):
             found = _placeholder(weight) if self._fused else grad

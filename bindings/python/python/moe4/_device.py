@@ -14,7 +14,10 @@ Device = Union[torch.device, str, int, None]
 
 
 def compile_kernels(activation: Activation = "swiglu", glu_layout: GluLayout = "halves", device: Device = None) -> None:
-    """Compiles what a grouped MLP needs on a GPU now, on all cores at once.
+    """Compiles what a grouped MLP may need on a GPU now, on all cores at once.
+
+    That is whatever its other options are, for any number of rows; a layer with a router around it included. Ctrl-C ends it
+    when the compilations that have begun are done.
 
     Without this each kernel is compiled when it is first needed, a second or two each. What was compiled is kept in the
     user's cache folder, so that later processes start fast either way.

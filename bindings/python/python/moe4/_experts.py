@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,17 @@ from . import _moe4, _operator
 from ._autograd import DelayedGradients
 from ._convert import Splits
 from ._options import Activation, DcAmax, GluLayout, GradientRounding, Options, Precision
+
+
+class _Held(NamedTuple):
+    """Quantized weights of one version."""
+
+    version: int
+    tensors: list[Tensor]
+    stream: Optional[torch.cuda.Stream]
+    """On a GPU: where they were made, whose memory they are."""
+    made: Optional[torch.cuda.Event]
+    """On a GPU: other streams wait for it before they read."""
 
 
 class GroupedMLP(nn.Module):
@@ -109,7 +120,7 @@ class GroupedMLP(nn.Module):
         if delay_wgrad_compute:
             for weight in (*_listed(self.w1), *_listed(self.w2)):
                 setattr(weight, "skip_backward_post_hook", True)  # noqa: B010
-        self._held: Optional[tuple[int, list[Tensor]]] = None
+        self._held: Optional[_Held] = None
         self._delayed: deque[DelayedGradients] = deque()
         self._hooks: list[Callable[[], object]] = []
         self.reset_parameters()
@@ -134,7 +145,9 @@ class GroupedMLP(nn.Module):
             splits: rows of each expert, integers ``[E]``, their sum at most ``T``. Rows past it give 0.
             prob: ``[T]``, routing probability of each row.
             weight_version: any number that changes with the weights, such as the count of optimizer steps. Calls of
-                one version quantize the weights once; without it every call does.
+                one version quantize the weights once; without it every call does. On a GPU they may be on any streams,
+                which wait for the one that quantized. While a CUDA graph is captured it has no effect: the graph
+                quantizes the weights in each replay, as they are then. ``torch.compile`` breaks its graph there.
 
         Returns:
             bfloat16 ``[T, H]``.
@@ -168,7 +181,11 @@ class GroupedMLP(nn.Module):
 
         Without ``delay_wgrad_compute``, and for weights that need no gradient, nothing happens.
 
+        A call that raises may be repeated when its cause is gone, such as too little memory: gradients still wait. Only
+        if ``main_grad`` had been added to in part are they lost.
+
         Raises:
+            ValueError: ``main_grad`` is absent, of another shape, on another device or shares memory with what is read.
             RuntimeError: there was no backward before; or, with ``precision="bf16"``, ``x`` or the gradient of ``y`` was
                 modified in place since.
         """
@@ -178,8 +195,12 @@ class GroupedMLP(nn.Module):
             if any(weight.requires_grad for weight in (*_listed(self.w1), *_listed(self.w2))):
                 raise RuntimeError("backward_dw: expected a backward before, one for each call, got none")
             return
-        into = self._delayed[0].targets()
-        self._delayed.popleft().run(into)
+        earliest = self._delayed[0]
+        try:
+            earliest.run(earliest.targets())
+        finally:
+            if earliest.over:
+                self._delayed.popleft()
         for hook in self._hooks:
             hook()
 
@@ -204,11 +225,35 @@ class GroupedMLP(nn.Module):
         if version is None or self.options.precision != "nvfp4":
             self._held = None
             return None
-        if self._held is None or self._held[0] != version:
+        on_gpu = _listed(self.w1)[0].is_cuda
+        return self._of_version_in_order(version) if on_gpu else self._of_version(version, None)
+
+    # The stream, and whether it is captured, are those of the moment in which the call runs.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _of_version_in_order(self, version: int) -> Optional[list[Tensor]]:
+        """As torch's current stream may read them; none in a capture.
+
+        A graph quantizes by itself: what is held would not follow the weights in its replays, and may be freed before
+        them; what it makes is not there before the first one.
+        """
+        with torch.cuda.device(_listed(self.w1)[0].device):
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            return self._of_version(version, torch.cuda.current_stream())
+
+    def _of_version(self, version: int, stream: Optional[torch.cuda.Stream]) -> list[Tensor]:
+        w1, w2 = _listed(self.w1), _listed(self.w2)
+        held = self._held
+        if held is None or held.version != version or held.tensors[0].device != w1[0].device:
             self._held = None  # free the old ones before there are new ones
-            w1, w2 = _listed(self.w1), _listed(self.w2)
-            self._held = version, [*_operator.quantize_weights(w1), *_operator.quantize_weights(w2)]
-        return self._held[1]
+            tensors = [*_operator.quantize_weights(w1), *_operator.quantize_weights(w2)]
+            self._held = _Held(version, tensors, stream, None if stream is None else stream.record_event())
+            return tensors
+        if stream is not None and stream != held.stream and held.made is not None:
+            stream.wait_event(held.made)
+            for tensor in held.tensors:
+                tensor.record_stream(stream)
+        return held.tensors
 
     def __getstate__(self) -> dict[str, Any]:
         """Without quantized weights, which follow from the others, and without gradients that are still to come."""

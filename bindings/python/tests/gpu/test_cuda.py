@@ -6,9 +6,9 @@ Kernels are compiled at first use, so that all tests share a few activations and
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import threading
-from collections.abc import Iterator
 from typing import Any, Optional
 
 import pytest
@@ -18,43 +18,9 @@ from torch import Tensor
 
 import moe4
 import reference
+from steps import FEW_AND_MANY, SPLITS, E, F, H, T, inputs, layer, same, splits_of, step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
-
-E, T, H, F = 4, 40, 64, 32
-SPLITS = [10, 0, 21, 7]
-
-
-def layer(**options: Any) -> moe4.GroupedMLP:
-    torch.manual_seed(2)
-    return moe4.GroupedMLP(E, H, F, device="cuda", **options)
-
-
-def inputs(rows: int = T, seed: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``x``, ``splits`` on the GPU, ``prob``, ``dy``."""
-    torch.manual_seed(seed)
-    x, prob, dy = torch.randn(rows, H).bfloat16(), torch.rand(rows) + 0.1, torch.randn(rows, H).bfloat16()
-    return x.cuda(), torch.tensor(SPLITS).cuda(), prob.cuda(), dy.cuda()
-
-
-def step(m: Any, x: Tensor, splits: Any, prob: Tensor, dy: Tensor, seed: Optional[int] = 3) -> list[Tensor]:
-    """A forward and a backward: ``y, dx, dprob`` and the gradients of the parameters. In a capture, without a seed."""
-    if seed is not None:
-        torch.manual_seed(seed)
-    x, prob = x.detach().requires_grad_(), prob.detach().requires_grad_()
-    y = m(x, splits, prob)
-    grads = torch.autograd.grad(y, [x, prob, *m.parameters()], dy)
-    return [y.detach(), *grads]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(p, q) for p, q in zip(a, b))
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    yield
-    moe4.synchronize()
 
 
 # --- results
@@ -81,15 +47,16 @@ def test_quantizers_give_the_bytes_of_the_cpu(seed: Optional[int], where: str) -
     assert torch.equal(e.codes, g.codes.cpu()) and torch.equal(e.dequantize(), g.dequantize().cpu())
 
 
+@pytest.mark.parametrize("rows", FEW_AND_MANY)
 @pytest.mark.parametrize("precision", ["nvfp4", "bf16"])
 @pytest.mark.parametrize(
     "options", [{}, {"activation": "srelu", "bias": True, "recompute": True}, {"per_expert": True, "dtype": torch.float32}]
 )
-def test_a_step_follows_the_cpu(options: dict[str, Any], precision: str) -> None:
+def test_a_step_follows_the_cpu(options: dict[str, Any], precision: str, rows: int) -> None:
     m = layer(precision=precision, gradient_rounding="nearest", **options)
     twin = moe4.GroupedMLP(E, H, F, precision=precision, gradient_rounding="nearest", **options)  # type: ignore[arg-type]
     twin.load_state_dict(m.state_dict())
-    x, splits, prob, dy = inputs()
+    x, splits, prob, dy = inputs(rows)
     got = step(m, x, splits, prob, dy)
     expected = step(twin, x.cpu(), splits.cpu(), prob.cpu(), dy.cpu())
     for g, e in zip(got, expected):
@@ -103,19 +70,21 @@ def test_a_step_follows_the_cpu(options: dict[str, Any], precision: str) -> None
     assert all(g.any() for g in got[:3])
 
 
-def test_splits_on_either_device_and_runs_repeat() -> None:
+@pytest.mark.parametrize("rows", FEW_AND_MANY)
+def test_splits_on_either_device_and_runs_repeat(rows: int) -> None:
     m = layer()
-    x, splits, prob, dy = inputs()
+    x, splits, prob, dy = inputs(rows)
     first = step(m, x, splits, prob, dy)
     assert same(first, step(m, x, splits, prob, dy)), "two runs"
     assert same(first, step(m, x, splits.cpu(), prob, dy)), "splits on the cpu"
-    assert same(first, step(m, x, SPLITS, prob, dy)), "splits as numbers"
+    assert same(first, step(m, x, splits_of(rows), prob, dy)), "splits as numbers"
     assert same(first, step(m, x, splits.int(), prob, dy)), "int32"
 
 
+@pytest.mark.parametrize("rows", FEW_AND_MANY)
 @pytest.mark.parametrize("fused", [False, True])
-def test_delayed_weight_gradients(fused: bool) -> None:
-    x, splits, prob, dy = inputs()
+def test_delayed_weight_gradients(fused: bool, rows: int) -> None:
+    x, splits, prob, dy = inputs(rows)
     found = []
     for delay in (False, True):
         m = layer(delay_wgrad_compute=delay, fuse_wgrad_accumulation=fused)
@@ -222,10 +191,11 @@ def test_a_backward_on_another_thread() -> None:
 # --- captures
 
 
+@pytest.mark.parametrize("rows", FEW_AND_MANY)
 @pytest.mark.parametrize("precision", ["nvfp4", "bf16"])
-def test_a_graph_takes_other_splits_and_inputs(precision: str) -> None:
+def test_a_graph_takes_other_splits_and_inputs(precision: str, rows: int) -> None:
     m = layer(precision=precision, bias=True, gradient_rounding="nearest")
-    static = [t.clone() for t in inputs()]
+    static = [t.clone() for t in inputs(rows)]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -234,8 +204,8 @@ def test_a_graph_takes_other_splits_and_inputs(precision: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = step(m, *static, seed=None)
-    for seed, other in ((1, SPLITS), (8, [0, 1, 0, 39]), (9, [40, 0, 0, 0]), (10, [1, 2, 3, 4])):
-        x, _, prob, dy = inputs(seed=seed)
+    for seed, other in ((1, splits_of(rows)), (8, [0, 1, 0, rows - 1]), (9, [rows, 0, 0, 0]), (10, [1, 2, 3, 4])):
+        x, _, prob, dy = inputs(rows, seed)
         fresh = [x, torch.tensor(other).cuda(), prob, dy]
         for buffer, new in zip(static, fresh):
             buffer.copy_(new)
@@ -263,13 +233,14 @@ def test_a_graph_draws_other_random_numbers_in_each_replay() -> None:
     assert (mean - eager[1].double()).norm() < 0.3 * mean.norm(), "they are roundings of the same gradient"
 
 
-def test_graphed_callables() -> None:
+@pytest.mark.parametrize("rows", FEW_AND_MANY)
+def test_graphed_callables(rows: int) -> None:
     m, plain = layer(gradient_rounding="nearest"), layer(gradient_rounding="nearest")
-    x, splits, prob, dy = inputs()
+    x, splits, prob, dy = inputs(rows)
     sample = (x.clone().requires_grad_(), splits.clone(), prob.clone().requires_grad_())
     graphed = torch.cuda.make_graphed_callables(m, sample)
     for seed in (4, 5):
-        x, _, prob, dy = inputs(seed=seed)
+        x, _, prob, dy = inputs(rows, seed)
         assert same(step(graphed, x, splits, prob, dy), step(plain, x, splits, prob, dy))
 
 
@@ -374,8 +345,12 @@ def test_a_forked_child_is_told() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_kernels_ahead_of_their_use() -> None:
-    moe4.compile_kernels("swiglu", device=0)  # again: nothing to do
+def test_kernels_ahead_of_their_use(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "moe4"):
+        moe4.compile_kernels("swiglu", device=0)  # again: nothing to do
+        for rows in FEW_AND_MANY:  # see test_kernels.py, with nothing in the cache
+            step(layer(), *inputs(rows))
+    assert not caplog.records
     with pytest.raises(ValueError, match="unknown activation 'gelu'"):
         moe4.compile_kernels("gelu")
     with pytest.raises(ValueError, match="expected halves, interleaved32 or elementwise, got 'thirds'"):

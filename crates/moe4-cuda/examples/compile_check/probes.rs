@@ -1,8 +1,10 @@
 //! Small kernels whose outcome is known: that a fault is found is checked before its absence counts.
 #![forbid(unsafe_code)]
 
+use std::ops::ControlFlow;
+
 use anyhow::{Result, anyhow, ensure};
-use moe4_cuda::compile::{Arch, Cache, CompileError, Compiler, Job, Sources};
+use moe4_cuda::compile::{Arch, Cache, CompileError, Compiler, Job, Sources, Watch};
 use moe4_cuda::variant::Variant;
 
 use crate::compile_timed;
@@ -60,6 +62,7 @@ pub(crate) fn run(compiler: Compiler) -> Result<Compiler> {
     }
     println!("probes: warnings, spills and errors are found");
     cached(&compiler)?;
+    let compiler = stopped(compiler)?;
     Ok(compiler.with_sources(Sources::EMBEDDED))
 }
 
@@ -82,4 +85,29 @@ fn cached(compiler: &Compiler) -> Result<()> {
     }
     println!("probes: compilations repeat to the byte and are kept");
     Ok(())
+}
+
+/// A watch is told on the thread that asked, and can break a list off.
+fn stopped(compiler: Compiler) -> Result<Compiler> {
+    const COUNT: usize = 64;
+    let folder = tempfile::tempdir()?;
+    let variant = |bias| Variant { kernel: "clean", defines: vec![("BIAS", bias)] };
+    let variants: Vec<_> = (0..COUNT as u32).map(variant).collect();
+    let asking = std::thread::current().id();
+    let compiler =
+        compiler.with_watch(Watch::stopping(move |_| match std::thread::current().id() == asking {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }));
+    let outcome = compiler.load_all(&Cache::at(folder.path()), &variants, Arch::CHECKED[0], |_| ());
+    let stopped = matches!(outcome, Err(CompileError::Stopped { total: COUNT, .. }));
+    ensure!(
+        stopped,
+        "watch: expected a list that is broken off, got {:?}",
+        outcome.map(|cubins| cubins.len())
+    );
+    let compiled = std::fs::read_dir(folder.path())?.count();
+    ensure!(compiled < COUNT, "watch: all {COUNT} variants were compiled nevertheless");
+    println!("probes: a watch breaks a list off, after {compiled} of {COUNT}");
+    Ok(compiler.with_watch(Watch::default()))
 }

@@ -3,14 +3,15 @@
 
 use std::ffi::CString;
 use std::fmt;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use super::error::{CompileError, LoadError};
-use super::jobs::{Job, Progress, compile_jobs};
+use super::jobs::{Event, Job, Progress, watched_jobs};
 use super::key::{Inputs, Key};
 use super::library::{self, Library, Place, Version};
 use super::raw::Input;
-use super::watch::{Watch, watched};
+use super::watch::{Compiling, Watch, watched};
 use super::{Arch, Cache};
 use crate::sources::{HEADERS, SOURCES};
 use crate::variant::Variant;
@@ -176,8 +177,21 @@ impl Compiler {
         variant: &Variant,
         arch: Arch,
     ) -> Result<Vec<u8>, CompileError> {
+        // What it may break off is a list: this one has been asked for by itself.
+        self.cubin(cache, variant, arch, &|event| {
+            let _ = self.watch.tell(event);
+        })
+    }
+
+    fn cubin<'a>(
+        &self,
+        cache: &Cache,
+        variant: &'a Variant,
+        arch: Arch,
+        tell: &dyn Fn(Compiling<'a>),
+    ) -> Result<Vec<u8>, CompileError> {
         cache.get_or_compile(&self.key(variant, arch)?, || {
-            let compiled = watched(&self.watch, variant, arch, || self.compile(variant, arch))?;
+            let compiled = watched(tell, variant, arch, || self.compile(variant, arch))?;
             if !compiled.log.trim().is_empty() {
                 log::warn!("{variant} for {arch}:\n{}", compiled.log.trim_end());
             }
@@ -186,22 +200,36 @@ impl Compiler {
     }
 
     /// The cubins of all `variants` for one architecture, in their order, through the cache.
-    /// `progress` is called after each; [`super::log_progress`] writes it to the log.
+    /// `progress` is called after each; [`super::log_progress`] writes it to the log. The [`Watch`] is told on this thread,
+    /// and may stop it.
     ///
     /// # Errors
     ///
-    /// The first variant's that fails, as [`Compiler::compile`].
+    /// The first variant's that fails, as [`Compiler::compile`]; [`CompileError::Stopped`].
     pub fn load_all(
         &self,
         cache: &Cache,
         variants: &[Variant],
         arch: Arch,
-        progress: impl FnMut(Progress<'_>),
+        mut progress: impl FnMut(Progress<'_>),
     ) -> Result<Vec<Vec<u8>>, CompileError> {
         let jobs: Vec<Job> = variants.iter().map(|variant| Job { variant: variant.clone(), arch }).collect();
         let threads = std::thread::available_parallelism().map_or(1, Into::into);
-        let work = |job: &Job| self.compile_cached(cache, &job.variant, job.arch);
-        compile_jobs(&jobs, threads, work, progress).into_iter().collect()
+        let mut done = 0;
+        let cubins = watched_jobs(
+            &jobs,
+            threads,
+            |job, tell| self.cubin(cache, &job.variant, job.arch, tell),
+            |event| match event {
+                Event::Compiling(event) => self.watch.tell(event),
+                Event::Done(job) => {
+                    done = job.done;
+                    progress(job);
+                    ControlFlow::Continue(())
+                }
+            },
+        );
+        cubins.ok_or(CompileError::Stopped { done, total: jobs.len() })?.into_iter().collect()
     }
 
     /// The key of a variant's cubin in a [`Cache`].

@@ -76,6 +76,14 @@ pub enum CompileError {
         /// Which text holds it.
         place: String,
     },
+    /// The watch broke a list of compilations off.
+    #[error("stopped on request when {done} of {total} kernels were compiled")]
+    Stopped {
+        /// Those that were there by then.
+        done: usize,
+        /// All of the list.
+        total: usize,
+    },
     /// NVRTC reported a failure.
     #[error("{variant} for {arch}: {call} failed with code {code} ({reason})\n{log}")]
     Nvrtc {

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use std::fmt;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use super::Arch;
@@ -16,14 +17,27 @@ pub enum Compiling<'a> {
     Ended(&'a Variant),
 }
 
-/// Called before and after each compilation, on the thread that compiles.
+/// Called before and after each compilation, on the thread that asked for it; of several at once
+/// ([`Compiler::load_all`](super::Compiler::load_all)) as well, though others compile.
 #[derive(Clone)]
-pub struct Watch(Arc<dyn Fn(Compiling<'_>) + Send + Sync>);
+pub struct Watch(Arc<dyn Fn(Compiling<'_>) -> ControlFlow<()> + Send + Sync>);
 
 impl Watch {
     /// Tells `told`.
     pub fn new(told: impl Fn(Compiling<'_>) + Send + Sync + 'static) -> Self {
+        Self::stopping(move |event| {
+            told(event);
+            ControlFlow::Continue(())
+        })
+    }
+
+    /// Tells `told`. If that breaks off, no other of several compilations begins; one alone goes on.
+    pub fn stopping(told: impl Fn(Compiling<'_>) -> ControlFlow<()> + Send + Sync + 'static) -> Self {
         Self(Arc::new(told))
+    }
+
+    pub(super) fn tell(&self, event: Compiling<'_>) -> ControlFlow<()> {
+        (self.0)(event)
     }
 }
 
@@ -41,11 +55,16 @@ impl fmt::Debug for Watch {
 }
 
 /// Compiles by `work`, and tells of it.
-pub(super) fn watched<T>(watch: &Watch, variant: &Variant, arch: Arch, work: impl FnOnce() -> T) -> T {
+pub(super) fn watched<'a, T>(
+    tell: &dyn Fn(Compiling<'a>),
+    variant: &'a Variant,
+    arch: Arch,
+    work: impl FnOnce() -> T,
+) -> T {
     log::info!("compiling {variant} for {arch}");
-    (watch.0)(Compiling::Begins(variant));
+    tell(Compiling::Begins(variant));
     let outcome = work();
-    (watch.0)(Compiling::Ended(variant));
+    tell(Compiling::Ended(variant));
     outcome
 }
 
@@ -67,7 +86,8 @@ mod tests {
             });
         });
         let variant = Variant { kernel: "k", defines: vec![("N", 1)] };
-        let during = watched(&watch, &variant, Arch::new(9, 0).unwrap(), || told.lock().unwrap().len());
+        let tell = |event: Compiling<'_>| assert!(watch.tell(event).is_continue());
+        let during = watched(&tell, &variant, Arch::new(9, 0).unwrap(), || told.lock().unwrap().len());
         assert_eq!(during, 1);
         assert_eq!(*told.lock().unwrap(), ["begins k N=1", "ended k N=1"]);
     }

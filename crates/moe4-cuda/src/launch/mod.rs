@@ -40,6 +40,7 @@ pub(crate) use grouped_gemm::{grouped_gemm, variant as grouped_gemm_variant};
 pub(crate) use grouped_gemm_act::{grouped_gemm_act, variant as grouped_gemm_act_variant};
 pub(crate) use grouped_gemm_dact::{grouped_gemm_dact, variant as grouped_gemm_dact_variant};
 pub(crate) use grouped_wgrad::{grouped_wgrad, variant as grouped_wgrad_variant};
+pub(crate) use packed::every_rows as every_packed_rows;
 pub(crate) use permute::{permute, variant as permute_variant};
 pub(crate) use products::{EpilogueAmax, EpilogueChoice, MainLoop};
 pub(crate) use quantize_weights::{quantize_weights, variant as quantize_weights_variant};

@@ -25,9 +25,14 @@ const TILE_COLS: usize = 256;
 /// one of 528 schedulers (62 % of what the matrix unit can), 0.054. Measured forwards of qwen3-30b, by average rows: 16,
 /// 0.22 ms instead of 0.32 in BF16; 64, 0.50 instead of 0.36. A straight line between them crosses at about 35.
 const MOST_AVERAGE_ROWS: usize = 32;
-/// Average rows up to which a block takes 16 or 32 rows at once: twice as many as the average, so that few experts need
-/// a second pass, but no more sums in registers than that.
-const SMALLER: [(usize, usize); 2] = [(8, 16), (24, 32)];
+/// Average rows of an expert, and `ROWS` up to there: a block takes twice as many at once as the average, so that few experts
+/// need a second pass, but no more sums in registers than that.
+const TILES: [(usize, usize); 3] = [(8, 16), (24, 32), (MOST_AVERAGE_ROWS, 64)];
+
+/// Every `ROWS`.
+pub(crate) fn every_rows() -> impl Iterator<Item = usize> {
+    TILES.into_iter().map(|(_, at_once)| at_once)
+}
 
 /// `PackedWeights` of `kernels/packed_stage.cuh`.
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -99,8 +104,7 @@ impl<'a> PackedWeights<'a> {
 
 /// `ROWS` for so many rows of so many experts; none for many.
 fn rows_at_once(rows: usize, experts: usize) -> Option<usize> {
-    let tiles = SMALLER.into_iter().chain([(MOST_AVERAGE_ROWS, 64)]);
-    tiles.into_iter().find(|&(average, _)| rows <= average * experts).map(|(_, at_once)| at_once)
+    TILES.into_iter().find(|&(average, _)| rows <= average * experts).map(|(_, at_once)| at_once)
 }
 
 /// Rows of codes begin at 16 bytes, and an expert's bytes and 64 rows of either contraction have offsets of 32 bits.
@@ -124,6 +128,7 @@ mod tests {
         let expected = [(0, Some(16)), (64, Some(16)), (65, Some(32)), (192, Some(32)), (193, Some(64))];
         for (rows, at_once) in expected.into_iter().chain([(256, Some(64)), (257, None)]) {
             assert_eq!(rows_at_once(rows, 8), at_once, "{rows} rows of 8 experts");
+            assert!(at_once.is_none_or(|at_once| every_rows().any(|rows| rows == at_once)));
         }
     }
 

@@ -7,8 +7,9 @@
 
 use super::addresses::addresses;
 use super::unpack::unpack;
-use super::{MASK_AT_LAUNCH, aligned, narrow};
-use crate::backend::Cuda;
+use super::{MASK_AT_LAUNCH, aligned, narrow, packed};
+use crate::backend::{Cuda, Products};
+use crate::compile::Arch;
 use crate::driver::DeviceBytes;
 use crate::groups::DeviceGroups;
 use crate::memory::{DeviceBuffer, DeviceMemory, DeviceView};
@@ -195,6 +196,14 @@ pub(crate) enum MainLoop {
 }
 
 impl MainLoop {
+    /// Every one that a product may run on, by its shapes and by where its operands are; see `row_product.rs`.
+    pub(crate) fn every(products: Products, arch: Arch) -> Vec<Self> {
+        let hopper = products.use_wgmma(arch).then_some(Self::Hopper);
+        let packed = packed::every_rows().filter(|_| products.use_packed_weights());
+        let packed = packed.map(|rows| Self::Packed { rows });
+        [Self::Portable].into_iter().chain(hopper).chain(packed).collect()
+    }
+
     /// The kernel of `kernels`, in the order above, with the choices of its epilogue.
     pub(super) fn variant(
         self,
@@ -347,6 +356,18 @@ mod tests {
         assert_eq!(strided(&[64, 96, 128], 4), at(64, 8));
         assert_eq!(strided(&[64, 96, 160], 2), None);
         assert_eq!(strided(&[64, 32], 2), None);
+    }
+
+    #[test]
+    fn main_loops_follow_the_gpu_and_the_option() {
+        let [hopper, ampere] = [Arch::new(9, 0).unwrap(), Arch::new(8, 0).unwrap()];
+        let packed = [16, 32, 64].map(|rows| MainLoop::Packed { rows });
+        let every = |products, arch| MainLoop::every(products, arch);
+        // On Hopper too some products are the portable kernel's: `Weights` in many places, weight gradients in BF16.
+        let fastest = [&[MainLoop::Portable, MainLoop::Hopper], &packed[..]].concat();
+        assert_eq!(every(Products::Fastest, hopper), fastest);
+        assert_eq!(every(Products::Fastest, ampere), [&[MainLoop::Portable], &packed[..]].concat());
+        assert_eq!(every(Products::Portable, hopper), [MainLoop::Portable]);
     }
 
     #[test]

@@ -97,9 +97,9 @@ impl<M: Memory> WgradTensors<M> {
     /// written at once.
     ///
     /// `backend` is the one of the backward, or another on the same memory. Errors name a tensor or a buffer that does not
-    /// fit; nothing is written then.
+    /// fit; nothing is written then. The tensors stay: the caller frees them, when work on another stream has read them.
     pub fn run<B: Backend<Memory = M>>(
-        self,
+        &self,
         backend: &B,
         parts: WgradParts<'_, M>,
         dw: WeightGrads<'_, M>,
