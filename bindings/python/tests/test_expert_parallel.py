@@ -1,4 +1,4 @@
-"""Experts over several processes: a shared expert beside the exchange of rows, and failures.
+"""Experts over several processes: a shared expert beside the exchange of rows, failures, and the benchmark.
 
 That the results are those of one process is in test_layer.py.
 """
@@ -10,6 +10,8 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 import time
 from typing import Any, Optional
 
@@ -23,6 +25,7 @@ import moe4
 from moe4._collectives import Exchange
 
 EXPERTS, H, F, TOP_K = 4, 32, 32, 2
+BENCH = pathlib.Path(__file__).parents[3] / "bench"
 TIMEOUT = 4.0
 """Seconds that a collective waits in the tests of failures."""
 
@@ -166,3 +169,49 @@ def test_a_process_that_fails_ends_the_other(how: str, backward: bool, tmp_path:
     assert found["message"].startswith(f"{expected}on rank 0: {found['cause']}. Look for the process that"), found
     assert found["seconds"] < TIMEOUT + 10, found
     assert how == "is killed" or found["seconds"] > TIMEOUT / 2, "it hangs, so the wait has to end"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the benchmark reads TOML with the standard library")
+def test_the_benchmark_runs(tmp_path: pathlib.Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--device", "cpu", "--shape", "cpu-small", "--scale", "8", "--runs", "2", "--machine", "here"]
+    command = [sys.executable, *launch, os.fspath(BENCH / "expert_parallel.py"), *options, "--record", os.fspath(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("here/*-expert-parallel.json")
+    record = json.loads(path.read_text())
+    assert record["processes"] == 2 and record["machine"]["backend"] == "gloo" and record["moe4"] == moe4.__version__
+    (shape,) = record["shapes"]
+    assert sum(shape["rows_received"]) == shape["rows"] == 2048 // 8 and shape["hidden"] == 512 // 8
+    assert 0 <= shape["checks"]["router_distance"] <= shape["checks"]["router_tolerance"]
+    steps = ["step moe4", "step torch bf16", "step moe4, local", "step with shared, after", "step with shared, beside"]
+    times = {row["name"]: row["median_ms"] for row in shape["times"]}
+    assert set(times) == {*steps, "experts", "collectives", "dispatch", "shared"} and min(times.values()) > 0
+    assert set(times) <= {line[2:28].strip() for line in done.stdout.splitlines()}, "the table has them all"
+    derived = {"communication_share", "communication_share_by_difference", "bytes_sent", "collectives_gb_s", "hidden_ms"}
+    assert set(shape["derived"]) == derived | {"hidden_share", "torch_bf16_over_moe4"}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the benchmark reads TOML with the standard library")
+def test_the_benchmark_finds_wrong_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        import expert_parallel_layers as layers
+
+        shape = layers.common.Shape("tiny", EXPERTS, TOP_K, 80, H, F, "swiglu", [])
+        problem = layers.Problem(shape, "cpu")
+
+        def wrong() -> set[str]:
+            return {line.split(":")[0].split(" of expert")[0] for line in layers.check_answers(problem)[0]}
+
+        assert wrong() == set() and layers.check_torch(problem) == []
+        problem.x = problem.all_x.clone()
+        problem.x[3, 0] += 0.5  # a token that this process alone sees otherwise
+        assert wrong() >= {"rows, nearest, rowwise codes", "y", "dx", "dw1", "gradient of the router"}
+        problem.x, problem.dy = problem.all_x, -problem.all_dy
+        found = wrong()
+        assert found >= {"dy, stochastic, columnwise codes", "dx", "dw2"}
+        assert not found & {"y", "rows, nearest, rowwise codes", "codes of w1"}
+    finally:
+        dist.destroy_process_group()
