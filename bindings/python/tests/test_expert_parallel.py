@@ -159,7 +159,8 @@ def test_a_process_that_fails_ends_the_other(how: str, backward: bool, tmp_path:
         process.start()
     try:
         both[0].join(120)
-        assert both[0].exitcode == 3, "the other process ends by itself, with an error"
+        # Now and then a thread of gloo aborts an interpreter that ends right after a failure; the error is out by then.
+        assert both[0].exitcode in (3, -signal.SIGABRT), "the other process ends by itself, with an error"
     finally:
         for process in both:
             process.kill()

@@ -15,7 +15,7 @@ collective. NCCL's errors do not come this way: its waits return when they are e
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Optional
 
 import torch
@@ -45,11 +45,24 @@ class Exchange:
         back: gradients, and where they go.
         sent, received: rows to and from each process.
         group: the processes.
+        beside: an exchange that is under way at the same time. When this one fails, it waits for the other as well:
+            a thread of gloo that is still at work when the interpreter ends aborts the process.
     """
 
-    def __init__(self, what: str, back: str, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        what: str,
+        back: str,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup,
+        beside: Optional[Exchange] = None,
+    ) -> None:
         self.what, self.back, self.sent, self.received, self.group = what, back, sent, received, group
         self._on_the_way: Optional[tuple[str, dist.Work, Tensor]] = None
+        self._beside = beside
+        if beside is not None:
+            beside._beside = self
 
     def begin(self, x: Tensor) -> Tensor:
         """Starts. Returns an empty tensor for :meth:`end`, which ties the two together for autograd."""
@@ -83,9 +96,20 @@ class Exchange:
     def wait(self) -> Tensor:
         assert self._on_the_way is not None
         (name, work, out), self._on_the_way = self._on_the_way, None
-        with _named(name, self.group):
-            work.wait()
+        try:
+            with _named(name, self.group):
+                work.wait()
+        except dist.DistBackendError:
+            if self._beside is not None:
+                self._beside.abandon()
+            raise
         return out
+
+    def abandon(self) -> None:
+        """Waits for what is under way, if anything is, whatever becomes of it."""
+        if self._on_the_way is not None:
+            with suppress(dist.DistBackendError):
+                self.wait()
 
 
 class _Begin(torch.autograd.Function):

@@ -145,10 +145,17 @@ class MoELayer(nn.Module):
         sent, arriving = torch.stack([counts.view(world, -1).sum(1), by_rank.sum(1)]).tolist()
         to = "to the experts", "from the experts"
         way = Exchange(f"the rows {to[0]}", f"the rows' gradients {to[1]}", sent, arriving, group)
-        beside = Exchange(f"the probabilities {to[0]}", f"the probabilities' gradients {to[1]}", sent, arriving, group)
+        beside = Exchange(
+            f"the probabilities {to[0]}", f"the probabilities' gradients {to[1]}", sent, arriving, group, beside=way
+        )
         home = Exchange(f"the outputs {to[1]}", f"the outputs' gradients {to[0]}", arriving, sent, group)
         rows, weights = way.begin(rows), beside.begin(weights)
-        extra = self._shared(x)
+        try:
+            extra = self._shared(x)
+        except BaseException:
+            way.abandon()
+            beside.abandon()
+            raise
         rows, weights = way.end(rows), beside.end(weights)
         # From process after process to expert after expert.
         experts = torch.arange(by_rank.shape[1], device=rows.device).repeat(world)
