@@ -73,11 +73,15 @@ def arguments():
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("PyTorch finds no CUDA device")
-    with given.shapes.open("rb") as file:
+    return Arguments(given.device, given.runs, given.row, read_shapes(given.shapes, given.shape, given.device))
+
+
+def read_shapes(path, names, device):
+    """Those named, or else those of the device."""
+    with path.open("rb") as file:
         listed = tomllib.load(file)["shape"]
-    chosen = [s for s in listed if s["name"] in given.shape or (not given.shape and s.get("backend") == given.device)]
-    shapes = [Shape(**{key: value for key, value in s.items() if key != "backend"}) for s in chosen]
-    return Arguments(given.device, given.runs, given.row, shapes)
+    chosen = [s for s in listed if s["name"] in names or (not names and s.get("backend") == device)]
+    return [Shape(**{key: value for key, value in s.items() if key != "backend"}) for s in chosen]
 
 
 def facts(device):
@@ -124,7 +128,12 @@ def normal(*size, device, scale=1.0):
 
 
 def median_ms(work, runs, device):
-    """Median time of a call; by events on a GPU."""
+    """Median time of a call."""
+    return statistics.median(times_ms(work, runs, device))
+
+
+def times_ms(work, runs, device):
+    """Time of each call; by events on a GPU."""
     for _ in range(WARM_UP):
         work()
     if device == "cuda":
@@ -135,13 +144,13 @@ def median_ms(work, runs, device):
             work()
             end.record()
         torch.cuda.synchronize()
-        return statistics.median(start.elapsed_time(end) for start, end in pairs)
+        return [start.elapsed_time(end) for start, end in pairs]
     times = []
     for _ in range(runs):
         start = time.perf_counter()
         work()
         times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+    return times
 
 
 def compiled(function):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._collectives import Exchange, all_reduce, all_to_all_equal
 from ._experts import GroupedMLP
 from ._routing import by_expert, inverse
 
@@ -35,9 +36,13 @@ class MoELayer(nn.Module):
         top_k: experts of each token; among equally likely ones those of the lower index.
         normalize: scale a token's probabilities to a sum of 1 over its experts.
         process_group: the processes that share the experts (expert parallelism); ``None`` for this one alone.
+        shared: a module that every token goes through besides, such as a shared expert, the same on all processes.
+            With a ``process_group`` it runs, forward and backward, while rows are on their way to the experts and their
+            gradients on the way back.
         **experts: options of :class:`GroupedMLP`.
 
-    Parameters: ``router [E, H]`` float32, the same on all processes, and ``experts``, this process's part.
+    Parameters: ``router [E, H]`` float32, the same on all processes, ``experts``, this process's part, and those of
+    ``shared``.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class MoELayer(nn.Module):
         *,
         normalize: bool = True,
         process_group: Optional[dist.ProcessGroup] = None,
+        shared: Optional[nn.Module] = None,
         **experts: Any,
     ) -> None:
         super().__init__()
@@ -64,6 +70,7 @@ class MoELayer(nn.Module):
         )
         nn.init.normal_(self.router, std=hidden_size**-0.5)
         self.experts = GroupedMLP(num_experts // self.world, hidden_size, ffn_size, **experts)
+        self.shared = shared
 
     def forward(self, x: Tensor, *, weight_version: Optional[int] = None) -> tuple[Tensor, Tensor]:
         """Routes and runs.
@@ -74,7 +81,14 @@ class MoELayer(nn.Module):
 
         Returns:
             ``(y, aux_loss)``: bfloat16 of the shape of ``x``, and the load-balance loss, a scalar (1 when balanced);
-            add it to the training loss with a small factor. Its mean over the processes is that of one process.
+            add it to the training loss with a small factor. Its mean over the processes is that of one process. With
+            ``shared``, ``y`` is the BF16 sum of the routed experts' ``y`` and of ``shared(x)``.
+
+        Raises:
+            torch.distributed.DistBackendError: a collective failed, or did not end within the timeout of the
+                ``process_group``; the message names it and the transport's error is the cause. A backward raises the
+                same. NCCL ends the process instead, from its watchdog.
+            ValueError: ``shared`` returned another shape than that of ``x``.
         """
         shape, tokens = x.shape, x.reshape(-1, x.shape[-1])
         prob, chosen, softmax = self._route(tokens)
@@ -82,10 +96,11 @@ class MoELayer(nn.Module):
         rows, weights = tokens[order // self.top_k], prob.flatten()[order]
         if self.process_group is None:
             out = self.experts(rows, counts, weights, weight_version=weight_version)
+            extra = self._shared(x)
         else:
-            out = self._exchange(rows, counts, weights, weight_version)
-        y = out[inverse(order)].view(-1, self.top_k, out.shape[-1]).float().sum(1).to(out.dtype)
-        return y.view(shape), self._balance(counts, softmax)
+            out, extra = self._exchange(x, rows, counts, weights, weight_version)
+        y = out[inverse(order)].view(-1, self.top_k, out.shape[-1]).float().sum(1).to(out.dtype).view(shape)
+        return (y if extra is None else y + extra), self._balance(counts, softmax)
 
     def backward_dw(self) -> None:
         """See :meth:`GroupedMLP.backward_dw`; the router's gradient is there since the backward."""
@@ -100,52 +115,51 @@ class MoELayer(nn.Module):
             prob = prob / prob.sum(-1, keepdim=True)
         return prob, chosen, softmax
 
+    def _shared(self, x: Tensor) -> Optional[Tensor]:
+        if self.shared is None:
+            return None
+        extra: Tensor = self.shared(x)
+        if extra.shape != x.shape:
+            raise ValueError(f"shared: expected an output of the shape {list(x.shape)} of x, got {list(extra.shape)}")
+        return extra.to(torch.bfloat16)
+
     def _balance(self, counts: Tensor, softmax: Tensor) -> Tensor:
         """``E * sum(f * P)``: Fedus, Zoph, Shazeer, "Switch Transformers", 2021, equation 4, ``f`` constant."""
         counts = counts.clone()
         if self.process_group is not None:
-            dist.all_reduce(counts, group=self.process_group)
+            all_reduce(counts, "the numbers of rows (forward, load balance)", self.process_group)
         share = counts.float() / counts.sum().clamp(min=1)
         mean = softmax.sum(0) / max(softmax.shape[0], 1)
         return self.num_experts * (share * mean).sum()
 
-    def _exchange(self, rows: Tensor, counts: Tensor, weights: Tensor, weight_version: Optional[int]) -> Tensor:
+    # Compilers do not follow work that goes on beside other work.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _exchange(
+        self, x: Tensor, rows: Tensor, counts: Tensor, weights: Tensor, weight_version: Optional[int]
+    ) -> tuple[Tensor, Optional[Tensor]]:
+        """Of rows sorted by expert the experts' outputs, and of ``x`` what ``shared`` gives."""
         group, world = self.process_group, self.world
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=group)
-        by_rank = received.view(world, -1)
+        assert group is not None
+        by_rank = all_to_all_equal(counts, "the numbers of rows (forward)", group).view(world, -1)
         # The one wait for a GPU: who sends memory has to know how much.
         sent, arriving = torch.stack([counts.view(world, -1).sum(1), by_rank.sum(1)]).tolist()
-        rows = _AllToAll.apply(rows, sent, arriving, group)  # type: ignore[no-untyped-call]
-        weights = _AllToAll.apply(weights, sent, arriving, group)  # type: ignore[no-untyped-call]
+        to = "to the experts", "from the experts"
+        way = Exchange(f"the rows {to[0]}", f"the rows' gradients {to[1]}", sent, arriving, group)
+        beside = Exchange(
+            f"the probabilities {to[0]}", f"the probabilities' gradients {to[1]}", sent, arriving, group, beside=way
+        )
+        home = Exchange(f"the outputs {to[1]}", f"the outputs' gradients {to[0]}", arriving, sent, group)
+        rows, weights = way.begin(rows), beside.begin(weights)
+        try:
+            extra = self._shared(x)
+        except BaseException:
+            way.abandon()
+            beside.abandon()
+            raise
+        rows, weights = way.end(rows), beside.end(weights)
         # From process after process to expert after expert.
         experts = torch.arange(by_rank.shape[1], device=rows.device).repeat(world)
         experts = experts.repeat_interleave(by_rank.flatten(), output_size=sum(arriving))
         order = torch.argsort(experts, stable=True)
         out = self.experts(rows[order], by_rank.sum(0), weights[order], weight_version=weight_version)
-        result: Tensor = _AllToAll.apply(out[inverse(order)], arriving, sent, group)  # type: ignore[no-untyped-call]
-        return result
-
-
-class _AllToAll(torch.autograd.Function):
-    """Runs of rows to every process; their gradients go the same way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(x, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """As bytes: not every transport knows every dtype."""
-    x = x.contiguous()
-    out = x.new_empty((sum(received), *x.shape[1:]))
-    width = x.element_size() * x.shape[1:].numel()
-    bytes_in = x.reshape(-1).view(torch.uint8).view(-1, width)
-    bytes_out = out.reshape(-1).view(torch.uint8).view(-1, width)
-    dist.all_to_all_single(bytes_out, bytes_in, received, sent, group=group)
-    return out
+        return home(out[inverse(order)]), extra
