@@ -37,5 +37,7 @@ for _ in range(20):
     ((error + 0.01 * balance) / world).backward()  # this process's share of the mean over all tokens
     dist.all_reduce(layer.router.grad)  # every process holds the router; each expert is held once
     optimizer.step()
-print(f"process {rank} of {world}: {layer.experts.options.experts} experts, error {errors[0]:.3f} to {errors[-1]:.3f}")
+experts = layer.experts.options.experts
+# With its end of line in one piece: the processes write to one place.
+print(f"process {rank} of {world}: {experts} experts, error {errors[0]:.3f} to {errors[-1]:.3f}\n", end="")
 dist.destroy_process_group()

@@ -14,6 +14,7 @@ collective. NCCL's errors do not come this way: its waits return when they are e
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Optional
@@ -60,9 +61,10 @@ class Exchange:
     ) -> None:
         self.what, self.back, self.sent, self.received, self.group = what, back, sent, received, group
         self._on_the_way: Optional[tuple[str, dist.Work, Tensor]] = None
-        self._beside = beside
+        # Weak: a cycle would keep the process group, and gloo's threads with it, until the interpreter ends.
+        self._beside = None if beside is None else weakref.ref(beside)
         if beside is not None:
-            beside._beside = self
+            beside._beside = weakref.ref(self)
 
     def begin(self, x: Tensor) -> Tensor:
         """Starts. Returns an empty tensor for :meth:`end`, which ties the two together for autograd."""
@@ -100,8 +102,9 @@ class Exchange:
             with _named(name, self.group):
                 work.wait()
         except dist.DistBackendError:
-            if self._beside is not None:
-                self._beside.abandon()
+            beside = None if self._beside is None else self._beside()
+            if beside is not None:
+                beside.abandon()
             raise
         return out
 
