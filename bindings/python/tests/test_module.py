@@ -381,6 +381,8 @@ def test_state_pickle_copy(per_expert: bool) -> None:
 def test_the_cpu_has_nothing_to_wait_for() -> None:
     moe4.synchronize("cpu")
     moe4.compile_kernels(device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="activation"):
+        moe4.compile_kernels("nonsense", device="cpu")  # type: ignore[arg-type]
 
 
 def test_threads_agree() -> None:

@@ -7,7 +7,7 @@ from typing import Optional, Union
 import torch
 
 from . import _moe4
-from ._options import Activation, GluLayout
+from ._options import Activation, GluLayout, Options
 
 Device = Union[torch.device, str, int, None]
 """A GPU; the current one if ``None`` or without index."""
@@ -30,6 +30,7 @@ def compile_kernels(activation: Activation = "swiglu", glu_layout: GluLayout = "
         ValueError: an unknown activation or layout.
         RuntimeError: no compiler (NVRTC), or a GPU that there are no kernels for.
     """
+    Options(experts=1, hidden=32, ffn=32, activation=activation, glu_layout=glu_layout).text()  # raises, GPU or not
     ordinal = _ordinal(device)
     if ordinal is not None:
         _moe4.compile_kernels(ordinal, activation, glu_layout)
