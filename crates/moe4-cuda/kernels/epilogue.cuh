@@ -33,24 +33,25 @@ DEVICE ExpertScales load_scales(const Scales& scales, u32 expert) {
 
 DEVICE float product_alpha(const Scales& scales, u32 expert) { return load_scales(scales, expert).alpha(); }
 
+// Two neighbouring columns, rounded, of the lane's row g + 8 * half.
+DEVICE u32 rounded_pair(const float (&v)[4], u32 half, float alpha) {
+    return to_bf16x2(__fmul_rn(alpha, v[2 * half]), __fmul_rn(alpha, v[2 * half + 1]));
+}
+DEVICE u32 biased_pair(const float (&v)[4], u32 half, float alpha, float2 bias, const RowValues& weight) {
+    return to_bf16x2(__fadd_rn(__fmul_rn(alpha, v[2 * half]), __fmul_rn(bias.x, weight.of[half])),
+                     __fadd_rn(__fmul_rn(alpha, v[2 * half + 1]), __fmul_rn(bias.y, weight.of[half])));
+}
+
 // 32 columns, rounded: the first lies at column `col` of an output with columns up to `end`. `bias` begins at the
 // output's column 0, or there is none.
 DEVICE void round_group(Words& w, const float (&acc)[4][4], u32 col, u32 end, float alpha, const float* bias,
                         const RowValues& weight) {
 #pragma unroll
     for (u32 k = 0; k < 4; k++) {
-        const float (&v)[4] = acc[k];
-        if (bias) {
-            const float2 b = load_columns(bias, col + 8 * k + 2 * lane_of_quad(), end);
+        const float2 b = bias ? load_columns(bias, col + 8 * k + 2 * lane_of_quad(), end) : make_float2(0.0f, 0.0f);
 #pragma unroll
-            for (u32 half = 0; half < 2; half++)
-                w[half][k] = to_bf16x2(__fadd_rn(__fmul_rn(alpha, v[2 * half]), __fmul_rn(b.x, weight.of[half])),
-                                       __fadd_rn(__fmul_rn(alpha, v[2 * half + 1]), __fmul_rn(b.y, weight.of[half])));
-        } else {
-#pragma unroll
-            for (u32 half = 0; half < 2; half++)
-                w[half][k] = to_bf16x2(__fmul_rn(alpha, v[2 * half]), __fmul_rn(alpha, v[2 * half + 1]));
-        }
+        for (u32 half = 0; half < 2; half++)
+            w[half][k] = bias ? biased_pair(acc[k], half, alpha, b, weight) : rounded_pair(acc[k], half, alpha);
     }
 }
 
@@ -66,27 +67,52 @@ DEVICE RowValues bias_weights(const PlainOut& out, const FragmentRows& rows) {
     return out.prob ? load_row_values(out.prob, rows) : RowValues{{1.0f, 1.0f}};
 }
 
+// Columns of a fragment whose first is `col` to a tensor [., cols], a panel at a time: `word(half, j, before)` is the
+// pair of columns of accumulators j and row g + 8 * half, where `before` is what the tensor has there, if it is READ.
+// All is written out, which these epilogues are short enough for.
+template <u32 N8, bool READ, class Word>
+DEVICE void store_words(u16* to, u64 cols, const FragmentRows& rows, u32 col, Slabs slabs, Word word) {
+    static_assert(N8 % PANEL_N8 == 0, "whole panels");
+    const PanelPieces pieces(to, cols, rows, col);
+#pragma unroll
+    for (u32 p = 0; p < N8 / PANEL_N8; p++) {
+        if (col + PANEL_COLS * p >= cols) break;
+        // Two panels take turns: whoever writes one has met those who read it at the barrier of the other.
+        const Panel panel = slabs.panel(p % 2);
+        if constexpr (READ) {
+            pieces.of_panel(p, [&](u32 i, const uint4* from) { panel.piece(i) = *from; });
+            __syncwarp();
+        }
+#pragma unroll
+        for (u32 k = 0; k < PANEL_N8; k++)
+#pragma unroll
+            for (u32 half = 0; half < 2; half++) {
+                u32& pair = panel.pair(half, k);
+                pair = word(half, PANEL_N8 * p + k, READ ? pair : 0);
+            }
+        __syncwarp();
+        uint4 v[PANEL_PIECES];
+#pragma unroll
+        for (u32 i = 0; i < PANEL_PIECES; i++) v[i] = panel.piece(i);
+        pieces.of_panel(p, [&](u32 i, uint4* place) { *place = v[i]; });
+    }
+    __syncwarp();
+}
+
 // The fragment's first column is `col`.
 template <u32 N8>
 DEVICE void epilogue_plain(const float (&acc)[N8][4], const FragmentRows& rows, u32 expert, u32 col, float alpha,
                            const RowValues& weight, const PlainOut& out, Slabs slabs) {
-    static_assert(N8 % 4 == 0, "whole groups of 32 columns");
-    const float* const bias = out.bias ? out.bias + (u64)expert * out.cols : nullptr;
-#pragma unroll 1
-    for (u32 group = 0; group < N8 / 4; group++) {
-        const u32 first = col + GROUP_COLS * group;
-        if (first >= out.cols) break;
-        float v[4][4];
-        take_group<N8>(v, acc, group);
-        Words w;
-        round_group(w, v, first, out.cols, alpha, bias, weight);
-        // Two slabs take turns: whoever writes one has met those who read it at the barrier of the other.
-        const Slab slab = slabs[group % 2];
-        slab.put(w);
-        __syncwarp();
-        slab.store(out.out, out.cols, rows, first, out.cols);
+    if (out.bias) {
+        const float* const bias = out.bias + (u64)expert * out.cols;
+        store_words<N8, false>(out.out, out.cols, rows, col, slabs, [&](u32 half, u32 j, u32) {
+            const float2 b = load_columns(bias, col + 8 * j + 2 * lane_of_quad(), out.cols);
+            return biased_pair(acc[j], half, alpha, b, weight);
+        });
+    } else {
+        store_words<N8, false>(out.out, out.cols, rows, col, slabs,
+                               [&](u32 half, u32 j, u32) { return rounded_pair(acc[j], half, alpha); });
     }
-    __syncwarp();
 }
 
 // Threads that have accumulators, the first of a block; all of a smaller one.
@@ -133,29 +159,8 @@ DEVICE void epilogue_gradient(const float (&acc)[N8][4], const FragmentRows& row
 template <u32 N8, bool ACCUMULATED>
 DEVICE void epilogue_gradient(const float (&acc)[N8][4], const FragmentRows& rows, u32 col, u32 cols, float alpha,
                               u16* dw, Slabs slabs) {
-    static_assert(N8 % 4 == 0, "whole groups of 32 columns");
-#pragma unroll 1
-    for (u32 group = 0; group < N8 / 4; group++) {
-        const u32 first = col + GROUP_COLS * group;
-        if (first >= cols) break;
-        float of_group[4][4];
-        take_group<N8>(of_group, acc, group);
-        const Slab slab = slabs[group % 2];
-        if constexpr (ACCUMULATED) {
-            slab.put(load_pieces(dw, cols, rows, first, cols));
-            __syncwarp();
-        }
-#pragma unroll
-        for (u32 half = 0; half < 2; half++)
-#pragma unroll
-            for (u32 k = 0; k < 4; k++) {
-                const float (&v)[4] = of_group[k];
-                const u32 before = ACCUMULATED ? slab.pair(half, k) : 0;
-                slab.pair(half, k) = to_bf16x2(__fadd_rn(lower(before), __fmul_rn(alpha, v[2 * half])),
-                                               __fadd_rn(upper(before), __fmul_rn(alpha, v[2 * half + 1])));
-            }
-        __syncwarp();
-        slab.store(dw, cols, rows, first, cols);
-    }
-    __syncwarp();
+    store_words<N8, ACCUMULATED>(dw, cols, rows, col, slabs, [&](u32 half, u32 j, u32 before) {
+        return to_bf16x2(__fadd_rn(lower(before), __fmul_rn(alpha, acc[j][2 * half])),
+                         __fadd_rn(upper(before), __fmul_rn(alpha, acc[j][2 * half + 1])));
+    });
 }

@@ -3,11 +3,12 @@
 //   float acc[N8][4]    16 rows x 8 * N8 columns; with g = lane / 4 and t = lane % 4:
 //                       acc[j] = (g, 8j + 2t), (g, 8j + 2t + 1), (g + 8, 8j + 2t), (g + 8, 8j + 2t + 1)
 //   Slab                16 rows x 32 columns of BF16 in shared memory that belongs to the warp alone
+//   Panel               the same of 64 columns
 //
 // Rows are read and written in pieces of 16 bytes, four lanes a row, which go through a slab: there each lane finds the
 // pairs of columns that it has accumulators of, and each column is found by one lane (fragment_amax.cuh). Rows of a
-// slab are 80 bytes apart, so that no two lanes of a pass over pairs or over columns meet in a bank. Tensors have rows
-// of a multiple of 16 bytes, at such addresses.
+// slab are 80 bytes apart, so that no two lanes of a pass over pairs or over columns meet in a bank. Epilogues that
+// look at pairs alone take panels, eight lanes a row. Tensors have rows of a multiple of 16 bytes, at such addresses.
 #pragma once
 #include "numerics.cuh"
 
@@ -79,8 +80,10 @@ DEVICE RowPieces load_pieces(const u16* from, u64 cols, const FragmentRows& rows
 
 constexpr u32 SLAB_PITCH = 20;                               // words from a row to the next
 constexpr u32 SLAB_WORDS = FRAGMENT_ROWS * SLAB_PITCH + 16;  // neighbours are half of the banks apart
-constexpr u32 SLABS = 3;                                     // of a warp
-constexpr u32 SLABS_BYTES = SLABS * SLAB_WORDS * 4;
+constexpr u32 PANEL_COLS = 64, PANEL_N8 = PANEL_COLS / 8, PANEL_WORDS = FRAGMENT_ROWS * PANEL_COLS / 2;
+// Of a warp: three slabs or two panels.
+constexpr u32 SLABS_WORDS = 1024, SLABS_BYTES = SLABS_WORDS * 4;
+static_assert(3 * SLAB_WORDS <= SLABS_WORDS && 2 * PANEL_WORDS <= SLABS_WORDS, "room for either");
 
 // Between writing and reading by other lanes, and before writing again, the warp must meet (`__syncwarp`).
 struct Slab {
@@ -109,16 +112,55 @@ struct Slab {
     }
 };
 
+// 16 rows x 64 columns, eight pieces a row, each at its own number XOR that of the row: neither pairs nor pieces meet
+// in a bank. To be met at as a slab is.
+struct Panel {
+    u32* words;
+
+    __device__ __forceinline__ u32& pair(u32 half, u32 k) const {
+        return words[(lane_row() + 8 * half) * (PANEL_COLS / 2) + 4 * (k ^ lane_row()) + lane_of_quad()];
+    }
+    // Piece lane % 8 of row lane / 8 + 4 * i.
+    __device__ __forceinline__ uint4& piece(u32 i) const {
+        const u32 row = lane() / 8 + 4 * i;
+        return *reinterpret_cast<uint4*>(words + row * (PANEL_COLS / 2) + 4 * (lane() % 8 ^ row % 8));
+    }
+};
+constexpr u32 PANEL_PIECES = 4;  // of a lane
+
+// The lane's pieces of panels side by side in a tensor [., cols], whose columns begin at `col`.
+struct PanelPieces {
+    u16* first;
+    u64 apart;  // elements from a piece to the next
+    u32 left;   // rows from the first piece's on
+    u32 cols;   // columns from it on
+
+    __device__ __forceinline__ PanelPieces(u16* to, u64 cols, const FragmentRows& rows, u32 col)
+        : first(to + (rows.first + lane() / 8) * cols + col + 8 * (lane() % 8)),
+          apart(FRAGMENT_ROWS / PANEL_PIECES * cols),
+          left(rows.count > lane() / 8 ? rows.count - lane() / 8 : 0),
+          cols((u32)cols > col + 8 * (lane() % 8) ? (u32)cols - col - 8 * (lane() % 8) : 0) {}
+
+    // Those of panel `p` that are there: `each(i, place)`.
+    template <class Each>
+    __device__ __forceinline__ void of_panel(u32 p, Each each) const {
+        if (PANEL_COLS * p >= cols) return;
+#pragma unroll
+        for (u32 i = 0; i < PANEL_PIECES; i++)
+            if (FRAGMENT_ROWS / PANEL_PIECES * i < left)
+                each(i, reinterpret_cast<uint4*>(first + i * apart + PANEL_COLS * p));
+    }
+};
+
 struct Slabs {
     u32* first;
 
     __device__ __forceinline__ Slab operator[](u32 i) const { return {first + i * SLAB_WORDS}; }
+    __device__ __forceinline__ Panel panel(u32 i) const { return {first + i * PANEL_WORDS}; }
 };
 
 // Those of this warp; `memory` has SLABS_BYTES for each warp.
-DEVICE Slabs slabs_of_warp(void* memory) {
-    return {reinterpret_cast<u32*>(memory) + threadIdx.x / 32 * (SLABS * SLAB_WORDS)};
-}
+DEVICE Slabs slabs_of_warp(void* memory) { return {reinterpret_cast<u32*>(memory) + threadIdx.x / 32 * SLABS_WORDS}; }
 
 // The two columns of a word whose first is `col`; zeros past `end`.
 DEVICE float2 load_columns(const float* from, u32 col, u32 end) {

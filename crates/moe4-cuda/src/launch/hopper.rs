@@ -18,7 +18,7 @@ const TILE_K: usize = 64;
 const STAGES: usize = 4;
 const THREADS: u32 = 384;
 /// `SLABS_BYTES` of `kernels/fragment.cuh`, for eight warps.
-const SLABS: usize = 8 * 3 * (16 * 20 + 16) * 4;
+const SLABS: usize = 8 * 4096;
 /// Stages of both operands in BF16, and slabs behind them.
 const SHARED: u32 = (STAGES * (TILE_M + TILE_N) * TILE_K * 2 + SLABS) as u32;
 

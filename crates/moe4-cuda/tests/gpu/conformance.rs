@@ -2,17 +2,22 @@
 
 use crate::support::{cuda, portable};
 use moe4::kernels::Backend;
-use moe4_cuda::catalog::copy_variants;
-use moe4_cuda::{Cuda, catalog};
+use moe4::kernels::activation::{Activation, GluLayout};
+use moe4_cuda::Cuda;
+use moe4_cuda::catalog::{copy_variants, operator_variants};
 use std::time::Instant;
 
 fn passes(cuda: &Cuda) {
     println!("{}", cuda.capabilities().path);
     let start = Instant::now();
-    // On all cores: as they come, two hundred kernels compile one after the other.
-    let arch = cuda.device().facts().arch;
-    let mut variants: Vec<_> = catalog().into_iter().filter(|e| e.runs_on(arch)).map(|e| e.variant).collect();
-    variants.extend(copy_variants());
+    // On all cores: as they come, hundreds of kernels compile one after the other.
+    let mut variants = copy_variants();
+    for activation in Activation::all() {
+        for layout in GluLayout::ALL.into_iter().filter(|layout| layout.check(&activation, 32).is_ok()) {
+            let arch = cuda.device().facts().arch;
+            variants.extend(operator_variants(&activation, layout, cuda.products(), arch));
+        }
+    }
     cuda.prepare(&variants).unwrap();
     println!("{:7.1} s  {} kernels are there", start.elapsed().as_secs_f64(), variants.len());
     let report = moe4_conformance::run_watched(cuda, |name| {
