@@ -40,10 +40,37 @@ use crate::torch::{Dtype, Handed, Torch};
 struct Gpu {
     /// On a stream of its own, which only stands for the GPU.
     backend: Cuda,
-    /// An empty tensor of each dtype that results have, from which others are made.
-    empty: [(Dtype, Py<PyAny>); 3],
+    empty: Arc<Empty>,
     /// `torch._C._cuda_getCurrentRawStream`
     current_stream: Py<PyAny>,
+}
+
+/// An empty tensor of each dtype that buffers have, from which others are made; no two of the same size.
+#[derive(Debug)]
+struct Empty([(Dtype, Py<PyAny>); 4]);
+
+impl Empty {
+    fn new(py: Python<'_>, ordinal: usize) -> PyResult<Self> {
+        let (torch, device) = (py.import("torch")?, ordinal_of(py, ordinal)?);
+        let empty = |dtype| {
+            let arguments = [("dtype", Torch::get(py)?.object(dtype).bind(py)), ("device", &device)];
+            let empty = torch.call_method("empty", (0,), Some(&arguments.into_py_dict(py)?))?;
+            Ok::<_, PyErr>((dtype, empty.unbind()))
+        };
+        Ok(Self([empty(Dtype::U8)?, empty(Dtype::Bf16)?, empty(Dtype::F32)?, empty(Dtype::I64)?]))
+    }
+
+    /// Elements of so many bytes.
+    fn tensor<'py>(
+        &self,
+        py: Python<'py>,
+        element: usize,
+        shape: &Bound<'py, PyTuple>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (_, empty) =
+            self.0.iter().find(|(dtype, _)| dtype.bytes() == element).expect("sizes of elements");
+        empty.bind(py).call_method1(intern!(py, "new_empty"), (shape,))
+    }
 }
 
 /// The GPUs that were used by a process.
@@ -169,19 +196,16 @@ impl Place for OnCuda {
         shape: &[usize],
     ) -> PyResult<Bound<'py, PyAny>> {
         assert_eq!(buffer.view().len(), shape.iter().product::<usize>(), "a buffer of shape {shape:?}");
-        let (_, empty) = self.gpu.empty.iter().find(|(dtype, _)| *dtype == T::DTYPE).expect("one for each");
-        let (empty, shape) = (empty.bind(py), PyTuple::new(py, shape)?);
-        let memory = buffer.into_owner().and_then(|owner| owner.downcast::<TorchMemory>().ok());
-        let Some(memory) = memory else { return empty.call_method1(intern!(py, "new_empty"), (shape,)) };
-        // Not a view: a tensor on the same storage, which may be written in place like any other.
-        let storage = memory.0.bind(py).call_method0(intern!(py, "untyped_storage"))?;
-        empty
-            .call_method1(intern!(py, "new_empty"), (0,))?
-            .call_method1(intern!(py, "set_"), (storage, 0, shape))
+        let shape = PyTuple::new(py, shape)?;
+        match buffer.into_owner().and_then(|owner| owner.downcast::<TorchMemory>().ok()) {
+            // Not a view of it, which could not be written in place like any other tensor.
+            Some(memory) => memory.0.bind(py).call_method1(intern!(py, "resize_"), (shape,)),
+            None => self.gpu.empty.tensor(py, T::DTYPE.bytes(), &shape),
+        }
     }
 }
 
-/// A flat uint8 tensor. Dropped without the interpreter's lock, it is queued until somebody takes the lock, which the
+/// A flat tensor. Dropped without the interpreter's lock, it is queued until somebody takes the lock, which the
 /// next allocation does first.
 struct TorchMemory(Py<PyAny>);
 
@@ -189,15 +213,14 @@ struct TorchMemory(Py<PyAny>);
 /// are torch's, and a capture has it from the graph's own pool.
 #[derive(Debug)]
 struct TorchAllocator {
-    /// An empty uint8 tensor on the GPU.
-    empty: Py<PyAny>,
+    empty: Arc<Empty>,
 }
 
 impl Allocator for TorchAllocator {
-    fn allocate(&self, bytes: usize, _: &Stream) -> Result<Allocation, String> {
+    fn allocate(&self, bytes: usize, element: usize, _: &Stream) -> Result<Allocation, String> {
         Python::attach(|py| {
             let make = || {
-                let tensor = self.empty.bind(py).call_method1(intern!(py, "new_empty"), (bytes,))?;
+                let tensor = self.empty.tensor(py, element, &PyTuple::new(py, [bytes / element])?)?;
                 let address = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
                 Ok(Allocation { address, owner: Box::new(TorchMemory(tensor.unbind())) })
             };
@@ -241,26 +264,20 @@ fn open(py: Python<'_>, ordinal: usize) -> PyResult<Arc<Gpu>> {
              step once before, so that kernels are compiled and loaded",
         ));
     }
-    let empty = |dtype| {
-        let arguments =
-            [("dtype", Torch::get(py)?.object(dtype).bind(py)), ("device", &ordinal_of(py, ordinal)?)];
-        Ok::<_, PyErr>(torch.call_method("empty", (0,), Some(&arguments.into_py_dict(py)?))?.unbind())
-    };
+    let empty = Arc::new(Empty::new(py, ordinal)?);
     let options = CudaOptions {
         ordinal,
         nvrtc: nvrtc_folders(py)?,
         watch: Watch::stopping(watch),
-        allocator: Some(Arc::new(TorchAllocator { empty: empty(Dtype::U8)? })),
+        allocator: Some(Arc::new(TorchAllocator { empty: empty.clone() })),
         ..CudaOptions::default()
     };
-    let empty = [Dtype::U8, Dtype::F32, Dtype::Bf16].map(|dtype| Ok::<_, PyErr>((dtype, empty(dtype)?)));
-    let [u8, f32, bf16] = empty;
     let current_stream = torch.getattr("_C")?.getattr("_cuda_getCurrentRawStream")?.unbind();
     let before = cuda.call_method0("current_device")?;
     let backend = py.detach(|| Cuda::open(&options));
     cuda.call_method1("set_device", (before,))?;
     let backend = backend.map_err(|e| PyRuntimeError::new_err(format!("cuda:{ordinal}: {e}")))?;
-    let gpu = Arc::new(Gpu { backend, empty: [u8?, f32?, bf16?], current_stream });
+    let gpu = Arc::new(Gpu { backend, empty, current_stream });
     let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
     let opened = opened.get_or_insert_with(|| Opened { process: std::process::id(), gpus: HashMap::new() });
     // If another thread was as early, its GPU stays and ours goes.

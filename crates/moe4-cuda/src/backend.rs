@@ -212,7 +212,7 @@ impl Cuda {
     /// Host data of any plain type, such as splits.
     pub fn upload_plain<T: Pod>(&self, host: &[T]) -> Result<DeviceBuffer<T>, Error> {
         self.outside_capture("upload")?;
-        let mut bytes = self.bytes(size_of_val(host))?;
+        let mut bytes = self.bytes::<T>(host.len())?;
         self.on(bytes.write(bytemuck::cast_slice(host)))?;
         Ok(DeviceBuffer::new(bytes, host.len()))
     }
@@ -244,7 +244,7 @@ impl Cuda {
         Groups::new(&vec![0; splits.len()], rows)?;
         let extent = GroupsExtent::for_any_splits(splits.len(), rows);
         let [.., len] = extent.layout();
-        let arrays = self.bytes(len * size_of::<u64>())?;
+        let arrays = self.bytes::<u64>(len)?;
         let mut groups = DeviceGroups::new(DeviceBuffer::new(arrays, len), extent);
         self.compute_groups(splits, &mut groups)?;
         Ok(groups)
@@ -336,11 +336,16 @@ impl Cuda {
         self.shared.faults.address()
     }
 
-    /// Owned bytes for work on the stream.
-    pub(crate) fn bytes(&self, len: usize) -> Result<DeviceBytes, Error> {
+    /// Owned bytes of `len` elements for work on the stream.
+    pub(crate) fn bytes<T>(&self, len: usize) -> Result<DeviceBytes, Error> {
+        let bytes = len.checked_mul(size_of::<T>()).ok_or_else(|| Misuse::Value {
+            what: "elements of a buffer".into(),
+            expected: "as many as memory can hold",
+            got: len.to_string(),
+        })?;
         self.on(match &self.shared.allocator {
-            Some(allocator) => DeviceBytes::from(&**allocator, &self.stream, len),
-            None => DeviceBytes::new(&self.stream, len),
+            Some(allocator) => DeviceBytes::from(&**allocator, &self.stream, bytes, size_of::<T>()),
+            None => DeviceBytes::new(&self.stream, bytes),
         })
     }
 
@@ -401,12 +406,7 @@ impl Backend for Cuda {
         Ok(DeviceGroups::new(self.upload_plain(&arrays)?, extent).of_live_rows(groups.live_rows()))
     }
     fn empty<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>, Error> {
-        let bytes = len.checked_mul(size_of::<T>()).ok_or_else(|| Misuse::Value {
-            what: "elements of a buffer".into(),
-            expected: "as many as memory can hold",
-            got: len.to_string(),
-        })?;
-        Ok(DeviceBuffer::new(self.bytes(bytes)?, len))
+        Ok(DeviceBuffer::new(self.bytes::<T>(len)?, len))
     }
     fn duplicate<T: Element>(&self, x: DeviceView<'_, T>) -> Result<DeviceBuffer<T>, Error> {
         let mut copy = self.empty(x.len())?;

@@ -29,10 +29,11 @@ impl fmt::Debug for Allocation {
 /// A result's buffer can be turned into its [`Owner`] by [`DeviceBuffer::into_owner`](crate::DeviceBuffer::into_owner),
 /// which hands the memory to the framework that it came from, without a copy.
 pub trait Allocator: fmt::Debug + Send + Sync {
-    /// `bytes` bytes, at least one, of unspecified contents, for work on `stream`. Called on the thread that calls the
-    /// backend; within a capture as well.
+    /// `bytes` bytes, at least one, of unspecified contents, for work on `stream`. They will hold elements of `element`
+    /// bytes, 1, 2, 4 or 8, for a framework whose memory has types. Called on the thread that calls the backend; within a
+    /// capture as well.
     ///
     /// # Errors
     /// Why there is no such memory.
-    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Allocation, String>;
+    fn allocate(&self, bytes: usize, element: usize, stream: &Stream) -> Result<Allocation, String>;
 }

@@ -28,13 +28,18 @@ impl DeviceBytes {
         Ok(Self { address, len, stream: stream.clone(), owner: None })
     }
 
-    /// Unspecified contents, from `allocator`, which is not asked for nothing.
-    pub(crate) fn from(allocator: &dyn Allocator, stream: &Stream, len: usize) -> Result<Self, CallError> {
+    /// Unspecified contents for elements of `element` bytes, from `allocator`, which is not asked for nothing.
+    pub(crate) fn from(
+        allocator: &dyn Allocator,
+        stream: &Stream,
+        len: usize,
+        element: usize,
+    ) -> Result<Self, CallError> {
         if len == 0 {
             return Ok(Self { address: 0, len, stream: stream.clone(), owner: None });
         }
         let Allocation { address, owner } =
-            allocator.allocate(len, stream).map_err(|reason| refused(len, reason))?;
+            allocator.allocate(len, element, stream).map_err(|reason| refused(len, reason))?;
         Ok(Self { address, len, stream: stream.clone(), owner: Some(owner) })
     }
 
@@ -205,7 +210,7 @@ mod tests {
     }
 
     impl Allocator for Counting {
-        fn allocate(&self, bytes: usize, _: &Stream) -> Result<Allocation, String> {
+        fn allocate(&self, bytes: usize, _: usize, _: &Stream) -> Result<Allocation, String> {
             if bytes > 1000 {
                 return Err("no more than 1000 bytes".into());
             }
@@ -218,12 +223,12 @@ mod tests {
     fn memory_of_an_allocator_is_freed_by_its_owner() {
         let (allocator, stream) = (Counting::default(), Stream::for_tests(Device::for_tests()));
         let alive = || allocator.alive.load(Ordering::Relaxed);
-        let bytes = DeviceBytes::from(&allocator, &stream, 10).unwrap();
+        let bytes = DeviceBytes::from(&allocator, &stream, 10, 1).unwrap();
         assert_eq!((bytes.address(), alive()), (4096, 1));
         drop(bytes);
         assert_eq!(alive(), 0);
 
-        let owner = DeviceBytes::from(&allocator, &stream, 10).unwrap().into_owner().unwrap();
+        let owner = DeviceBytes::from(&allocator, &stream, 10, 1).unwrap().into_owner().unwrap();
         assert!(owner.is::<Counted>() && alive() == 1, "the owner outlives the buffer");
         drop(owner);
         assert_eq!(alive(), 0);
@@ -232,10 +237,10 @@ mod tests {
     #[test]
     fn an_allocator_is_asked_for_no_empty_memory_and_may_refuse() {
         let (allocator, stream) = (Counting::default(), Stream::for_tests(Device::for_tests()));
-        let empty = DeviceBytes::from(&allocator, &stream, 0).unwrap();
+        let empty = DeviceBytes::from(&allocator, &stream, 0, 1).unwrap();
         assert_eq!((empty.address(), allocator.alive.load(Ordering::Relaxed)), (0, 0));
         assert!(empty.into_owner().is_none());
-        let message = DeviceBytes::from(&allocator, &stream, 2000).unwrap_err().to_string();
+        let message = DeviceBytes::from(&allocator, &stream, 2000, 1).unwrap_err().to_string();
         assert!(message.contains("2000 bytes") && message.contains("no more than 1000"), "{message}");
     }
 }

@@ -21,7 +21,7 @@ unsafe impl Pod for AddressesArgument {}
 
 /// The addresses, or other numbers of 64 bits, in device memory. They travel as arguments of launches, so that a graph holds them.
 pub(crate) fn addresses(cuda: &Cuda, places: &[u64]) -> Result<DeviceBytes, Error> {
-    let table = cuda.bytes(size_of_val(places))?;
+    let table = cuda.bytes::<u64>(places.len())?;
     let kernel = cuda.kernel(&plain("addresses"))?;
     for (i, places) in places.chunks(MOST).enumerate() {
         let mut given = AddressesArgument::zeroed();

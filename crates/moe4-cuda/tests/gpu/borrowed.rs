@@ -164,7 +164,8 @@ impl Drop for Lent {
 }
 
 impl Allocator for Lender {
-    fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Allocation, String> {
+    fn allocate(&self, bytes: usize, element: usize, stream: &Stream) -> Result<Allocation, String> {
+        assert!(bytes.is_multiple_of(element), "{bytes} bytes of elements of {element}");
         assert_eq!(stream.handle(), self.owner.stream().handle());
         if *self.empty.lock().expect("no test panics with it") {
             return Err("nothing left".into());

@@ -252,7 +252,7 @@ impl GroupedMlp {
         let (c, prob) = (B::Memory::shorten(*c), B::Memory::shorten(*prob));
         let grouped_dy = Grouped { name: "dy", data: dy, cols: hidden, groups };
         let dy_rounding = random.rounding(config.gradient_rounding, 0);
-        let Copies { rowwise: dy_rowwise, columnwise: dy_columnwise } =
+        let Copies { rowwise: dy_rowwise, columnwise: dy_columnwise, .. } =
             quantize_gradient(backend, &plan.dy, &grouped_dy, None, dy_rounding, &mut trace)?;
 
         let mut dc = backend.empty::<bf16>(t * n1)?;
@@ -380,7 +380,7 @@ fn quantize_gradient<B: Backend>(
         None if plan.needs_pass() => Amaxes::by_pass(backend, plan, x)?,
         None => return Ok(Copies::none()),
     };
-    quantize(backend, plan, Phase::Backward, x, &amaxes, rounding, trace)
+    quantize(backend, plan, Phase::Backward, x, amaxes, rounding, trace)
 }
 
 fn operand_or<'a, M: Memory>(copy: &'a Option<OwnedOperand<M>>, plain: View<'a, M, bf16>) -> Operand<'a, M> {

@@ -53,7 +53,7 @@ pub(super) fn rebuilt_h<B: Backend>(
     let h = Grouped { name: "h", data: B::Memory::view(&h), cols: plan.config.ffn, groups };
     let amaxes = Amaxes { rowwise: backend.duplicate(B::Memory::shorten(*amax))?, rht: None };
     let nearest = [Rounding::Nearest; 2];
-    let copies = quantize(backend, &plan.h, Phase::Backward, &h, &amaxes, nearest, trace)?;
+    let copies = quantize(backend, &plan.h, Phase::Backward, &h, amaxes, nearest, trace)?;
     Ok(Some(copies.columnwise.ok_or_else(|| not_saved("h"))?))
 }
 

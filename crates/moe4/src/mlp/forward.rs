@@ -137,7 +137,7 @@ impl GroupedMlp {
         let x_copies = match plan.x.needs_pass() {
             true => {
                 let amaxes = Amaxes::by_pass(backend, &plan.x, &grouped_x)?;
-                quantize(backend, &plan.x, Phase::Forward, &grouped_x, &amaxes, NEAREST, &mut trace)?
+                quantize(backend, &plan.x, Phase::Forward, &grouped_x, amaxes, NEAREST, &mut trace)?
             }
             false => Copies::none(),
         };
@@ -174,7 +174,7 @@ impl GroupedMlp {
             trace.add(backend, "h", &[t, ffn], B::Memory::view(&h))?;
         }
 
-        let h_copies = match &h_amaxes {
+        let h_copies = match h_amaxes {
             Some(amaxes) => {
                 let grouped = Grouped { name: "h", data: B::Memory::view(&h), cols: ffn, groups };
                 quantize(backend, &plan.h, Phase::Forward, &grouped, amaxes, NEAREST, &mut trace)?
@@ -202,9 +202,9 @@ impl GroupedMlp {
             (SavedAs::Columnwise, Some(OwnedOperand::Nvfp4(q))) => SavedTensor::Columnwise(q),
             _ => SavedTensor::Nothing,
         };
-        let saved_h = match (plan.saved_h, h_copies.columnwise, h_amaxes, fc2_input) {
+        let saved_h = match (plan.saved_h, h_copies.columnwise, h_copies.columnwise_amax, fc2_input) {
             (SavedAs::Columnwise, Some(OwnedOperand::Nvfp4(q)), ..) => SavedTensor::Columnwise(q),
-            (SavedAs::Amax, _, Some(amaxes), _) => SavedTensor::Amax(amaxes.columnwise()),
+            (SavedAs::Amax, _, Some(amax), _) => SavedTensor::Amax(amax),
             (SavedAs::Bf16, .., OwnedOperand::Bf16(h)) => SavedTensor::Bf16(h),
             _ => SavedTensor::Nothing,
         };

@@ -75,13 +75,18 @@ impl<M: Memory> Amaxes<M> {
         AmaxOut { amax: M::view_mut(&mut self.rowwise), rht }
     }
 
-    /// The amax of the columnwise copy.
-    pub(super) fn columnwise(self) -> Buffer<M, f32> {
-        self.rht.unwrap_or(self.rowwise)
-    }
-
-    fn of_columnwise(&self) -> &Buffer<M, f32> {
-        self.rht.as_ref().unwrap_or(&self.rowwise)
+    /// Those of the rowwise and of the columnwise copy, as far as they are wanted.
+    fn of_copies<B: Backend<Memory = M>>(
+        self,
+        backend: &B,
+        wanted: [bool; 2],
+    ) -> Result<[Option<Buffer<M, f32>>; 2], Error> {
+        let Self { rowwise, rht } = self;
+        Ok(match (rht, wanted) {
+            (None, [true, true]) => [Some(backend.duplicate(M::view(&rowwise))?), Some(rowwise)],
+            (None, [false, true]) => [None, Some(rowwise)],
+            (rht, _) => [Some(rowwise), rht],
+        })
     }
 }
 
@@ -89,12 +94,14 @@ impl<M: Memory> Amaxes<M> {
 pub(super) struct Copies<M: Memory> {
     pub(super) rowwise: Option<OwnedOperand<M>>,
     pub(super) columnwise: Option<OwnedOperand<M>>,
+    /// The amax of a columnwise copy that is made in the other phase.
+    pub(super) columnwise_amax: Option<Buffer<M, f32>>,
 }
 
 impl<M: Memory> Copies<M> {
     /// Those of a tensor that is not quantized.
     pub(super) fn none() -> Self {
-        Self { rowwise: None, columnwise: None }
+        Self { rowwise: None, columnwise: None, columnwise_amax: None }
     }
 }
 
@@ -108,7 +115,7 @@ pub(super) fn quantize<B: Backend>(
     plan: &OperandPlan,
     phase: Phase,
     x: &Grouped<'_, B::Memory>,
-    amaxes: &Amaxes<B::Memory>,
+    amaxes: Amaxes<B::Memory>,
     rounding: [Rounding; 2],
     trace: &mut Option<&mut Trace>,
 ) -> Result<Copies<B::Memory>, Error> {
@@ -118,19 +125,24 @@ pub(super) fn quantize<B: Backend>(
     let columnwise_shape = OperandShape { rows: x.cols, k: x.groups.padded_rows() };
     let unpack = backend.capabilities().unpacked_operands;
     let traced = trace.is_some();
-    let allocate = |shape: OperandShape, amax: &Buffer<B::Memory, f32>, unpack: bool| -> Result<_, Error> {
+    let allocate = |shape: OperandShape, amax: Buffer<B::Memory, f32>, unpack: bool| -> Result<_, Error> {
         let pack =
             || Ok::<_, Error>([backend.empty(shape.code_bytes())?, backend.empty(shape.scale_bytes())?]);
         Ok(Written {
-            amax: backend.duplicate(B::Memory::view(amax))?,
+            amax,
             packed: (!unpack || traced).then(pack).transpose()?,
             unpacked: unpack.then(|| backend.empty::<bf16>(shape.rows * shape.k)).transpose()?,
         })
     };
-    let mut rowwise = rowwise_plan.map(|_| allocate(rowwise_shape, &amaxes.rowwise, unpack)).transpose()?;
+    let [rowwise_amax, mut columnwise_amax] =
+        amaxes.of_copies(backend, [rowwise_plan.is_some(), plan.columnwise.is_some()])?;
+    let mut rowwise =
+        rowwise_plan.and(rowwise_amax).map(|amax| allocate(rowwise_shape, amax, unpack)).transpose()?;
     let unpack = unpack && phase == Phase::Backward;
-    let mut columnwise =
-        columnwise_plan.map(|_| allocate(columnwise_shape, amaxes.of_columnwise(), unpack)).transpose()?;
+    let mut columnwise = columnwise_plan
+        .and_then(|_| columnwise_amax.take())
+        .map(|amax| allocate(columnwise_shape, amax, unpack))
+        .transpose()?;
     let [row_rounding, col_rounding] = rounding;
     if rowwise.is_some() || columnwise.is_some() {
         backend.group_quantize(GroupQuantize {
@@ -151,6 +163,7 @@ pub(super) fn quantize<B: Backend>(
     Ok(Copies {
         rowwise: rowwise.map(Written::into_operand),
         columnwise: columnwise.map(Written::into_operand),
+        columnwise_amax,
     })
 }
 
