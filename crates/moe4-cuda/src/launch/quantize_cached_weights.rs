@@ -9,11 +9,11 @@ use half::bf16;
 use moe4::kernels::{Backend, Error};
 use moe4::numerics::BLOCK;
 
-/// Most bytes of an expert's weight. Between its two reads come as many bytes as it has, and 16 KiB for each thread block:
-/// 8.3 MiB on an H200. Of the 50 MB of its L2 cache each half serves half of the chip, so that 25 to 30 MB hold different
-/// data, and outputs pass through it. Chosen from these sizes, not by an experiment; a larger expert costs no more than
-/// the two reads that it has elsewhere.
-const MOST_BYTES: usize = 12 << 20;
+/// Of the L2 cache the part that an expert's weight may fill: 12.5 MiB of the 50 MiB of an H200. Between its two reads come
+/// as many bytes as it has, and 16 KiB for each thread block, 8.3 MiB there; one half of that cache repeats much of the
+/// other, and outputs pass through it. Chosen from these sizes, not by an experiment; an expert that does not stay is read
+/// from memory twice, as elsewhere.
+const SHARE_OF_CACHE: usize = 4;
 /// Fewest experts. The first one's amax and the last one's codes overlap with nothing: two launches do as well.
 const FEWEST_EXPERTS: usize = 4;
 /// Thread blocks of a multiprocessor; `RESIDENT` of the kernel.
@@ -27,9 +27,10 @@ pub(crate) fn variant(unpacked: bool) -> Variant {
     Variant { kernel: "quantize_cached_weights", defines: vec![("UNPACKED", u32::from(unpacked))] }
 }
 
-/// Whether an expert of so many elements stays in the L2 cache from one read to the next, and there are enough of them.
-pub(super) fn suits(experts: usize, elements: usize) -> bool {
-    experts >= FEWEST_EXPERTS && elements * size_of::<bf16>() <= MOST_BYTES
+/// Whether an expert of so many elements stays in an L2 cache of so many bytes from one read to the next, and there are
+/// enough of them.
+pub(super) fn suits(experts: usize, elements: usize, l2_cache: usize) -> bool {
+    experts >= FEWEST_EXPERTS && elements * size_of::<bf16>() <= l2_cache / SHARE_OF_CACHE
 }
 
 /// For weights that it suits.
@@ -70,8 +71,8 @@ struct Tickets {
 }
 
 impl Tickets {
-    /// An expert, and as many pieces more as thread blocks may be at, so that hardly one waits for another. An expert of
-    /// 12 MiB has at most 3072 pieces, whatever its shape, and a run less than 2^16 experts: 32 bits do.
+    /// An expert, and as many pieces more as thread blocks may be at, so that hardly one waits for another. A piece
+    /// has 4 KiB or more, whatever the shape, and a run less than 2^16 experts: for caches below 1 GiB 32 bits do.
     fn of(experts: u32, [rows, cols]: [u32; 2], resident: u32) -> Self {
         let block = BLOCK as u32;
         let of_expert = (rows / block * (cols / block).div_ceil(WARP_TILES)).div_ceil(STRIPS);
@@ -86,8 +87,10 @@ mod tests {
 
     #[test]
     fn small_experts_are_read_once() {
-        assert!(suits(128, 1536 * 2048) && suits(16, 1856 * 2688), "Qwen3-30B, Nemotron");
-        assert!(!suits(8, 14336 * 4096) && !suits(3, 256), "Mixtral; few experts");
+        let of_h200 = |experts, elements| suits(experts, elements, 50 << 20);
+        assert!(of_h200(128, 1536 * 2048) && of_h200(16, 1856 * 2688), "Qwen3-30B, Nemotron");
+        assert!(!of_h200(8, 14336 * 4096) && !of_h200(3, 256), "Mixtral; few experts");
+        assert!(!suits(128, 1536 * 2048, 6 << 20), "a small cache");
     }
 
     #[test]
@@ -100,7 +103,7 @@ mod tests {
         of(4, [16, 16], 4, 4);
         of(4, [48, 272], 8, 8);
         of(4, [0, 32], 0, 0);
-        // The most that 32 bits have to hold.
-        of(65535, [(MOST_BYTES / size_of::<bf16>() / BLOCK) as u32, 16], 65535 * 3072, 3072 + 528);
+        // Strips of one tile, of which eight have 4 KiB: the most pieces for their bytes.
+        of(65535, [1 << 18, 16], 65535 * 2048, 2048 + 528);
     }
 }

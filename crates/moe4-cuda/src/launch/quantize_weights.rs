@@ -58,7 +58,7 @@ pub(crate) fn quantize_weights(cuda: &Cuda, pass: QuantizeWeights<'_, DeviceMemo
             },
             unpacked: unpacked.is_some(),
         };
-        if quantize_cached_weights::suits(experts.len(), n * k) {
+        if quantize_cached_weights::suits(experts.len(), n * k, cuda.device().facts().l2_cache) {
             quantize_cached_weights::launch(cuda, &weights)?;
         } else {
             launch(cuda, &weights)?;

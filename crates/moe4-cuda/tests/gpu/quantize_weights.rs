@@ -43,12 +43,12 @@ fn weights_of_many_shapes() {
     }
 }
 
-/// More pieces than thread blocks are at, of experts that stay in the cache; and of experts that do not.
+/// More pieces than thread blocks are at, of experts that stay in the cache of an H200; and of experts that do not.
 #[test]
 #[ignore = "needs a GPU"]
 fn weights_beyond_the_cache() {
     must(weights(12, WeightShape { n: 1024, k: 2048 }, Kind::Normal, 606));
-    must(weights(4, WeightShape { n: 2048, k: 3328 }, Kind::Normal, 607));
+    must(weights(4, WeightShape { n: 2048, k: 4096 }, Kind::Normal, 607));
 }
 
 /// Elements of nobody between experts that lie at equal distances.
