@@ -32,22 +32,34 @@ DEVICE uint2 unpack_codes(u32 codes, u32 scale_pair) {
     return out;
 }
 
+// A streamed word is the first to leave the L2 cache, where others wait to be read again.
+template <bool STREAMED, class Word>
+DEVICE void put(Word* to, Word word) {
+    if constexpr (STREAMED)
+        __stcs(to, word);
+    else
+        *to = word;
+}
+
 // The sixteen BF16 values of a block.
+template <bool STREAMED = false>
 DEVICE void store_unpacked(uint4* values, Codes c, u32 scale) {
     const u32 s = __float_as_uint(e4m3_to_float(scale)) >> 16, pair = s | s << 16;
     if (scale == E4M3_NAN) {
         // The codes are 0; the product's NaN would be another one.
-        values[0] = values[1] = make_uint4(pair, pair, pair, pair);
+        put<STREAMED>(values + 1, make_uint4(pair, pair, pair, pair));
+        put<STREAMED>(values, make_uint4(pair, pair, pair, pair));
         return;
     }
     const uint2 a = unpack_codes(c.low, pair), b = unpack_codes(c.low >> 16, pair);
     const uint2 d = unpack_codes(c.high, pair), e = unpack_codes(c.high >> 16, pair);
-    values[0] = make_uint4(a.x, a.y, b.x, b.y);
-    values[1] = make_uint4(d.x, d.y, e.x, e.y);
+    put<STREAMED>(values, make_uint4(a.x, a.y, b.x, b.y));
+    put<STREAMED>(values + 1, make_uint4(d.x, d.y, e.x, e.y));
 }
 
 // A place in the operand: block `block` of `blocks` in row `row`. Plain operands are walked by adding to addresses.
-template <bool IN_TILES, int FORM>
+// Scales are never streamed: their bytes come one by one, and the cache gathers them.
+template <bool IN_TILES, int FORM, bool STREAMED = false>
 struct Cursor {
     uint2* codes;
     u8* scales;
@@ -63,7 +75,7 @@ struct Cursor {
           blocks(blocks) {}
 
     __device__ __forceinline__ void store_packed(const Quantized& q) const {
-        *codes = make_uint2(q.codes.low, q.codes.high);
+        put<STREAMED>(codes, make_uint2(q.codes.low, q.codes.high));
         if constexpr (IN_TILES)
             scales[scale_index<true>(row, block, blocks)] = q.scale;
         else
@@ -74,14 +86,16 @@ struct Cursor {
     __device__ __forceinline__ void store(const Quantized& q) const {
         if constexpr (FORM & PACKED) store_packed(q);
         const u32(&v)[8] = q.values;
-        if constexpr (FORM & VALUES)
-            values[0] = make_uint4(v[0], v[1], v[2], v[3]), values[1] = make_uint4(v[4], v[5], v[6], v[7]);
+        if constexpr (FORM & VALUES) {
+            put<STREAMED>(values, make_uint4(v[0], v[1], v[2], v[3]));
+            put<STREAMED>(values + 1, make_uint4(v[4], v[5], v[6], v[7]));
+        }
     }
 
     // A block that comes without, of any scale.
     __device__ __forceinline__ void store_any(const Quantized& q) const {
         if constexpr (FORM & PACKED) store_packed(q);
-        if constexpr (FORM & VALUES) store_unpacked(values, q.codes, q.scale);
+        if constexpr (FORM & VALUES) store_unpacked<STREAMED>(values, q.codes, q.scale);
     }
 
     // To the same block of a row further down.

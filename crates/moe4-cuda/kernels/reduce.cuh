@@ -12,6 +12,21 @@ DEVICE u32 max_finite(u32 m, u32 pair) {
     return max_magnitude(m, low | high);
 }
 
+// The packed maximum of the finite ones of a thread's words.
+template <u32 COUNT>
+DEVICE u32 max_finite(const uint4 (&v)[COUNT]) {
+    u32 m = 0;
+#pragma unroll
+    for (u32 i = 0; i < COUNT; i++)
+        m = max_magnitude(max_magnitude(m, max_magnitude(v[i].x, v[i].y)), max_magnitude(v[i].z, v[i].w));
+    if (has_infinity(m)) {
+        m = 0;
+        for (u32 i = 0; i < COUNT; i++)
+            m = max_finite(max_finite(max_finite(max_finite(m, v[i].x), v[i].y), v[i].z), v[i].w);
+    }
+    return m;
+}
+
 // The larger half of a packed maximum as the bits of an FP32 number.
 DEVICE u32 larger_half(u32 pair) { return max(pair << 16 & 0x7FFF0000u, pair & 0x7FFF0000u); }
 

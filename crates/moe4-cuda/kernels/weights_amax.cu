@@ -17,16 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const u64 at = first + threadIdx.x + i * THREADS;
             v[i] = at < end ? __ldcs(words + at) : make_uint4(0, 0, 0, 0);
         }
-        u32 here = 0;
-#pragma unroll
-        for (u32 i = 0; i < UNROLL; i++)
-            here = max_magnitude(max_magnitude(here, max_magnitude(v[i].x, v[i].y)), max_magnitude(v[i].z, v[i].w));
-        if (has_infinity(here)) {
-            here = 0;
-            for (u32 i = 0; i < UNROLL; i++)
-                here = max_finite(max_finite(max_finite(max_finite(here, v[i].x), v[i].y), v[i].z), v[i].w);
-        }
-        m = max_magnitude(m, here);
+        m = max_magnitude(m, max_finite(v));
     }
     reduce_max(larger_half(m), amax + blockIdx.y);
 }

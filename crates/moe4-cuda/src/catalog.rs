@@ -41,6 +41,7 @@ pub fn catalog() -> Vec<CatalogEntry> {
     variants.push(launch::group_hadamard_amax_variant(SignMask::DEFAULT, 1));
     variants.extend(group_quantize());
     variants.extend([false, true].map(launch::quantize_weights_variant));
+    variants.extend([false, true].map(launch::quantize_cached_weights_variant));
     for direction in [Direction::Rowwise, Direction::Columnwise] {
         for layout in [ScaleLayout::Plain, ScaleLayout::Swizzled128x4] {
             variants.push(launch::dequantize_variant(direction, layout));

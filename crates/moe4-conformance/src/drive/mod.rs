@@ -12,7 +12,10 @@ mod rows;
 pub use dequantize::Dequantize;
 pub use operator::{Step, StepOut};
 pub use products::{Bias, Gemm, GemmAct, GemmActOut, GemmDact, GemmDactExtras, GemmDactOut, Grads, Wgrad};
-pub use quantize::{Cast, Copy, Quantize, amax, hadamard_amax, quantize_weights, quantize_weights_apart};
+pub use quantize::{
+    Cast, Copy, Quantize, amax, hadamard_amax, quantize_weights, quantize_weights_apart,
+    quantize_weights_together,
+};
 pub use rows::{BiasGrad, permute, unpermute};
 
 use half::bf16;

@@ -184,9 +184,20 @@ pub fn quantize_weights<B: Backend>(
     experts: usize,
     shape: contract::WeightShape,
 ) -> Result<Packed, Error> {
+    Ok(quantize_weights_together(b, w, experts, shape, false)?.packed)
+}
+
+/// `quantize_weights` of one tensor `[E, n, k]`, with BF16 values if asked for.
+pub fn quantize_weights_together<B: Backend>(
+    b: &B,
+    w: &[bf16],
+    experts: usize,
+    shape: contract::WeightShape,
+    unpacked: bool,
+) -> Result<Copy, Error> {
     let w = b.upload(w)?;
     let views = B::Memory::split(B::Memory::view(&w), experts);
-    Ok(quantize_weight_views(b, views, shape, false)?.packed)
+    quantize_weight_views(b, views, shape, unpacked)
 }
 
 /// `quantize_weights` of tensors `[n, k]` that lie apart, with BF16 values if asked for.

@@ -18,6 +18,8 @@ pub struct DeviceFacts {
     pub arch: Arch,
     /// Streaming multiprocessors.
     pub multiprocessors: u32,
+    /// Bytes of the L2 cache.
+    pub l2_cache: usize,
     /// Bytes of device memory.
     pub memory: usize,
     /// The driver's CUDA version, as 13000 for 13.0.
@@ -74,6 +76,7 @@ impl Device {
             name,
             arch,
             multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
+            l2_cache: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?.max(0) as usize,
             memory: raw::device_memory(device).map_err(setup)?,
             driver: raw::driver_version().map_err(setup)?,
         };
@@ -110,6 +113,7 @@ impl Device {
             name: "none".into(),
             arch: Arch::new(9, 0).expect("is known"),
             multiprocessors: 1,
+            l2_cache: 0,
             memory: 0,
             driver: 0,
         };

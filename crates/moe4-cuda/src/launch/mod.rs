@@ -20,6 +20,7 @@ pub(crate) mod hopper;
 mod packed;
 mod permute;
 mod products;
+mod quantize_cached_weights;
 mod quantize_weights;
 mod row_product;
 mod unpack;
@@ -43,6 +44,7 @@ pub(crate) use grouped_wgrad::{grouped_wgrad, variant as grouped_wgrad_variant};
 pub(crate) use packed::every_rows as every_packed_rows;
 pub(crate) use permute::{permute, variant as permute_variant};
 pub(crate) use products::{EpilogueAmax, EpilogueChoice, MainLoop};
+pub(crate) use quantize_cached_weights::variant as quantize_cached_weights_variant;
 pub(crate) use quantize_weights::{quantize_weights, variant as quantize_weights_variant};
 pub(crate) use unpermute::{unpermute, variant as unpermute_variant};
 

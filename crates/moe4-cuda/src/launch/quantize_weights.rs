@@ -1,6 +1,7 @@
-//! Launches `kernels/weights_amax.cu` and `kernels/quantize_weights.cu`.
+//! Launches `kernels/weights_amax.cu` and `kernels/quantize_weights.cu`, or `kernels/quantize_cached_weights.cu` for small
+//! experts.
 
-use super::{OutArgument, THREADS, aligned, blocks, narrow, plain};
+use super::{OutArgument, THREADS, aligned, blocks, narrow, plain, quantize_cached_weights};
 use crate::backend::Cuda;
 use crate::driver::{Arguments, Grid};
 use crate::memory::{DeviceMemory, DeviceView};
@@ -38,41 +39,79 @@ pub(crate) fn quantize_weights(cuda: &Cuda, pass: QuantizeWeights<'_, DeviceMemo
         let expected = "at most 1048560";
         return Err(Misuse::Value { what: "rows of a weight".into(), expected, got: n.to_string() }.into());
     }
-    cuda.clear(&amax)?;
-    let amax_kernel = cuda.kernel(&plain("weights_amax"))?;
-    let kernel = cuda.kernel(&variant(unpacked.is_some()))?;
-    let count = (n * k) as u64;
     let [rows, cols] = [narrow("rows of a weight", n)?, narrow("columns of a weight", k)?];
+    cuda.clear(&amax)?;
+    let count = (n * k) as u64;
     for Strided { experts, stride } in runs(&w) {
         let first = experts.start as u64;
-        let base = w[experts.start].address();
-        let amax = first_amax + first * size_of::<f32>() as u64;
-        let out = OutArgument {
-            codes: codes + first * count / 2,
-            scales: scales.address() + first * count / BLOCK as u64,
-            unpacked: if values == 0 { 0 } else { values + first * count * 2 },
+        let weights = Weights {
+            experts: experts.len() as u32,
+            rows,
+            cols,
+            base: w[experts.start].address(),
+            stride,
+            amax: first_amax + first * size_of::<f32>() as u64,
+            out: OutArgument {
+                codes: codes + first * count / 2,
+                scales: scales.address() + first * count / BLOCK as u64,
+                unpacked: if values == 0 { 0 } else { values + first * count * 2 },
+            },
+            unpacked: unpacked.is_some(),
         };
-        let together = experts.len() as u32;
-        let arguments = Arguments::of("[E, n, k]", [together as usize, n, k])
-            .with(&base)
-            .with(&stride)
-            .with(&count)
-            .with(&amax);
-        let grid = Grid::new([blocks(n * k, CHUNK, 512), together, 1], THREADS);
-        // SAFETY: `check` compared lengths with shapes, and the run's weights lie `stride` elements apart.
-        cuda.on(unsafe { amax_kernel.launch(cuda.stream(), grid, arguments) })?;
-        let arguments = Arguments::of("[E, n, k]", [together as usize, n, k])
-            .with(&base)
-            .with(&stride)
-            .with(&rows)
-            .with(&cols)
-            .with(&amax)
-            .with(&out);
-        let grid = Grid::new([(k / BLOCK).div_ceil(TILES) as u32, (n / BLOCK) as u32, together], THREADS);
-        // SAFETY: as above; outputs begin at the run's first expert.
-        cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })?;
+        if quantize_cached_weights::suits(experts.len(), n * k, cuda.device().facts().l2_cache) {
+            quantize_cached_weights::launch(cuda, &weights)?;
+        } else {
+            launch(cuda, &weights)?;
+        }
     }
     Ok(())
+}
+
+/// The weights `[E, n, k]` of a run, and where their first expert's results go. Amaxes are cleared.
+pub(super) struct Weights {
+    pub(super) experts: u32,
+    /// `n`.
+    pub(super) rows: u32,
+    /// `k`.
+    pub(super) cols: u32,
+    pub(super) base: u64,
+    /// From an expert to the next one, in elements.
+    pub(super) stride: u64,
+    pub(super) amax: u64,
+    pub(super) out: OutArgument,
+    /// Whether BF16 values are wanted.
+    pub(super) unpacked: bool,
+}
+
+impl Weights {
+    /// Sizes of `[E, n, k]`.
+    pub(super) fn sizes(&self) -> [usize; 3] {
+        [self.experts, self.rows, self.cols].map(|size| size as usize)
+    }
+}
+
+/// In two passes, each of which reads all experts.
+fn launch(cuda: &Cuda, weights: &Weights) -> Result<(), Error> {
+    let amax_kernel = cuda.kernel(&plain("weights_amax"))?;
+    let kernel = cuda.kernel(&variant(weights.unpacked))?;
+    let Weights { experts, rows, cols, base, stride, amax, out, .. } = weights;
+    let [_, n, k] = weights.sizes();
+    let count = (n * k) as u64;
+    let arguments =
+        Arguments::of("[E, n, k]", weights.sizes()).with(base).with(stride).with(&count).with(amax);
+    let grid = Grid::new([blocks(n * k, CHUNK, 512), *experts, 1], THREADS);
+    // SAFETY: `check` compared lengths with shapes, and the run's weights lie `stride` elements apart.
+    cuda.on(unsafe { amax_kernel.launch(cuda.stream(), grid, arguments) })?;
+    let arguments = Arguments::of("[E, n, k]", weights.sizes())
+        .with(base)
+        .with(stride)
+        .with(rows)
+        .with(cols)
+        .with(amax)
+        .with(out);
+    let grid = Grid::new([(k / BLOCK).div_ceil(TILES) as u32, (n / BLOCK) as u32, *experts], THREADS);
+    // SAFETY: as above; outputs begin at the run's first expert.
+    cuda.on(unsafe { kernel.launch(cuda.stream(), grid, arguments) })
 }
 
 /// Experts whose weights lie at equal distances, in elements.

@@ -1,14 +1,14 @@
 //! Tensors of a few million elements, larger than those of the suite: byte for byte as on the CPU.
 
-use crate::cases::{Case, same_copy, settings};
+use crate::cases::{Case, settings};
 use crate::support::{bf16_values, cuda, must, skewed};
 use half::bf16;
-use moe4::kernels::contract::{NO_ROW, WeightShape};
+use moe4::kernels::contract::NO_ROW;
 use moe4::kernels::cpu::Cpu;
-use moe4::tensor::{Groups, ScaleLayout};
+use moe4::tensor::Groups;
 use moe4_conformance::compare::bf16_bits;
 use moe4_conformance::data::{self, Kind, Random};
-use moe4_conformance::drive::{permute, quantize_weights_apart, unpermute};
+use moe4_conformance::drive::{permute, unpermute};
 use moe4_conformance::{InCase, Outcome};
 
 /// Every setting with one kind of data; over the shapes, with several.
@@ -62,31 +62,6 @@ fn copies_of_8_experts_48_columns() {
 #[ignore = "needs a GPU"]
 fn copies_of_128_experts_48_columns() {
     must(shape(128, 40_001, 48));
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn weights() {
-    for (i, (experts, n, k)) in
-        [(8, 512, 1024), (3, 2688, 560), (128, 48, 272), (1, 16, 16)].into_iter().enumerate()
-    {
-        for kind in Kind::ALL {
-            let w = data::tensor(kind, experts * n * k, 600 + i as u64);
-            let w: Vec<&[bf16]> = w.chunks_exact(n * k).collect();
-            for unpacked in [false, true] {
-                let compared = || {
-                    let shape = WeightShape { n, k };
-                    let expected = quantize_weights_apart(&Cpu::new(), &w, shape, unpacked)?;
-                    let got = quantize_weights_apart(cuda(), &w, shape, unpacked)?;
-                    same_copy("weights", [experts * n, k], ScaleLayout::Plain, &expected, &got)
-                };
-                must(
-                    compared()
-                        .in_case(format!("{experts} weights of {n} x {k}, {kind:?}, unpacked {unpacked}")),
-                );
-            }
-        }
-    }
 }
 
 #[test]

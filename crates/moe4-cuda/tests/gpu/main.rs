@@ -11,6 +11,7 @@
 //! |---|---|
 //! | `conformance` | the suite that every backend passes |
 //! | `bytes`, `ranges` | large tensors and rare values, byte for byte as on the CPU |
+//! | `quantize_weights` | weights in many shapes, in tensors apart and in one; in a graph |
 //! | `products`, `few_rows` | products and their epilogues over several tiles; of few rows, from packed weights |
 //! | `graphs`, `product_graphs` | passes recorded once and launched with other splits |
 //! | `faults` | what is wrong with splits, indices, addresses, captures, and small shapes |
@@ -36,6 +37,7 @@ mod no_driver;
 mod pages;
 mod product_graphs;
 mod products;
+mod quantize_weights;
 mod ranges;
 mod sanitizer;
 mod soak;

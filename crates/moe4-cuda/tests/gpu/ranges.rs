@@ -10,7 +10,7 @@ use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::Rounding;
 use moe4::tensor::{Groups, ScaleLayout};
 use moe4_conformance::data::{self, Random};
-use moe4_conformance::drive::quantize_weights_apart;
+use moe4_conformance::drive::{quantize_weights_apart, quantize_weights_together};
 use moe4_conformance::{InCase, Outcome};
 
 /// A random sign and mantissa at `exponent`, which may be subnormal in BF16; 0 below them.
@@ -167,8 +167,11 @@ fn weights_of_every_power_of_two() {
     let compared = |w: &[Vec<bf16>]| -> Outcome {
         let w: Vec<&[bf16]> = w.iter().map(|w| &w[..]).collect();
         let expected = quantize_weights_apart(&Cpu::new(), &w, shape, true)?;
-        let got = quantize_weights_apart(cuda(), &w, shape, true)?;
-        same_copy("weights", [w.len() * shape.n, shape.k], ScaleLayout::Plain, &expected, &got)
+        let apart = quantize_weights_apart(cuda(), &w, shape, true)?;
+        let together = quantize_weights_together(cuda(), &w.concat(), w.len(), shape, true)?;
+        [("weights", apart), ("weights in one tensor", together)].iter().try_for_each(|(name, got)| {
+            same_copy(name, [w.len() * shape.n, shape.k], ScaleLayout::Plain, &expected, got)
+        })
     };
     must(compared(&w));
     for (e, w) in w.iter_mut().enumerate() {

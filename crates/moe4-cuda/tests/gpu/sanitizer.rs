@@ -84,13 +84,13 @@ fn dequantize(variant: &Variant, groups: &Groups) -> Outcome {
     Case::new(&tensor(COLS, groups), COLS, groups, setting).as_on_the_cpu(cuda())
 }
 
-fn weights(unpacked: bool) -> Outcome {
+/// Few experts are read twice, more of them once.
+fn weights(experts: usize, unpacked: bool) -> Outcome {
     let shape = WeightShape { n: 48, k: COLS };
-    let w = data::normal(3 * shape.n * shape.k, 1.0, 1410);
-    let w: Vec<&[bf16]> = w.chunks_exact(shape.n * shape.k).collect();
-    let expected = drive::quantize_weights_apart(&Cpu::new(), &w, shape, unpacked)?;
-    let got = drive::quantize_weights_apart(cuda(), &w, shape, unpacked)?;
-    same_copy("weights", [3 * shape.n, shape.k], ScaleLayout::Plain, &expected, &got)
+    let w = data::normal(experts * shape.n * shape.k, 1.0, 1410);
+    let expected = drive::quantize_weights_together(&Cpu::new(), &w, experts, shape, unpacked)?;
+    let got = drive::quantize_weights_together(cuda(), &w, experts, shape, unpacked)?;
+    same_copy("weights", [experts * shape.n, shape.k], ScaleLayout::Plain, &expected, &got)
 }
 
 /// Columns for accesses of 8 elements, or of 1.
@@ -269,8 +269,9 @@ fn run(variant: &Variant, groups: &Groups) -> Outcome {
             f32_bits("amax after RHT", &[experts], &expected.1, &got.1)
         }
         "group_quantize" => quantize(variant, groups),
-        "weights_amax" => weights(false),
-        "quantize_weights" => weights(chosen(variant, "UNPACKED")),
+        "weights_amax" => weights(3, false),
+        "quantize_weights" => weights(3, chosen(variant, "UNPACKED")),
+        "quantize_cached_weights" => weights(5, chosen(variant, "UNPACKED")),
         "dequantize" => dequantize(variant, groups),
         "permute" | "unpermute" => permutation(variant),
         "addresses" => scattered_weights(260),
