@@ -144,7 +144,7 @@ class _GroupedMLP(torch.autograd.Function):
             found, handle = _moe4.backward_delayed(
                 ctx.options, dy, x, prob, splits, weights[0], weights[1], b1, b2, saved, seed, ctx.input
             )
-            grads = _ops.or_empty(found, dy)
+            grads = _ops.present(found)
             watched = {"x": x, "the gradient of y": dy} if x.numel() else {}
             w1, w2 = ctx.originals[: ctx.n1], ctx.originals[ctx.n1 :]
             ctx.later.append(DelayedGradients(handle, w1, w2, ctx.fused, watched))
@@ -160,14 +160,14 @@ class _GroupedMLP(torch.autograd.Function):
                 dy, x, prob, splits, *weights, b1, b2, saved, seed,
                 ctx.options, ctx.input, ctx.weights, ctx.packed, ctx.dtype,
             )  # fmt: skip
-            dw = list(grads[4:]) if ctx.weights else dw
-        dx, dprob, db1, db2 = grads[:4]
+            dw = grads[-len(dw) :] if ctx.weights else dw
         biases = ctx.weights and b1 is not None
+        at = 1 if ctx.input else 0
         return (
-            dx if ctx.input else None,
-            dprob,
-            db1 if biases else None,
-            db2 if biases else None,
+            grads[0] if ctx.input else None,
+            grads[at],
+            grads[at + 1] if biases else None,
+            grads[at + 2] if biases else None,
             *[None] * 10,
             *dw,
             *[None] * ctx.separate,

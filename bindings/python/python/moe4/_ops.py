@@ -7,7 +7,7 @@ Registered with the shapes of their outputs, so that ``torch.compile`` and ``tor
                                 its products read
 ``moe4::grouped_mlp_forward``   ``y`` and those of ``c, h, x_codes, x_scales, x_amax, h_codes, h_scales, h_amax``
                                 that the plan saves
-``moe4::grouped_mlp_backward``  ``[dx, dprob, db1, db2, *dw1, *dw2]``; what is not wanted is an empty tensor
+``moe4::grouped_mlp_backward``  those of ``dx, dprob, db1, db2, *dw1, *dw2`` that are wanted
 ==============================  ===============================================================================
 
 A fourth, ``moe4::grouped_mlp_backward_into``, leaves the weights' gradients in buffers that it is given. Gradients of
@@ -79,9 +79,9 @@ def _parsed(options: str) -> Options:
     )
 
 
-def or_empty(tensors: Sequence[Optional[Tensor]], like: Tensor) -> list[Tensor]:
-    """Operators return tensors, so that what is not there is an empty one."""
-    return [like.new_empty(0) if tensor is None else tensor for tensor in tensors]
+def present(tensors: Sequence[Optional[Tensor]]) -> list[Tensor]:
+    """Those that are there: operators return tensors."""
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 # --- quantize_weights
@@ -184,7 +184,7 @@ def _backward(
     grads = _moe4.backward(
         options, dy, x, prob, splits, w1, w2, b1, b2, saved, seed, dw1, dw2, False, input, weights
     )
-    return [*or_empty(grads, dy), *dw1, *dw2]
+    return [*present(grads), *dw1, *dw2]
 
 
 @_fake("grouped_mlp_backward")
@@ -204,7 +204,7 @@ def _gradient_shapes(dy: Tensor, options: str, input: bool, weights: bool) -> li
         dy.new_empty((shape.experts, shape.fc1_rows), dtype=f32) if biases else None,
         dy.new_empty((shape.experts, shape.hidden), dtype=f32) if biases else None,
     ]
-    return or_empty(tensors, dy)
+    return present(tensors)
 
 
 TWICE = (
@@ -240,7 +240,7 @@ def _backward_into(
     input: bool,
 ) -> list[Tensor]:
     grads = _moe4.backward(options, dy, x, prob, splits, w1, w2, b1, b2, saved, seed, dw1, dw2, True, input, True)
-    return or_empty(grads, dy)
+    return present(grads)
 
 
 @_fake("grouped_mlp_backward_into")
