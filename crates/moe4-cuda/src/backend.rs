@@ -307,6 +307,10 @@ impl Cuda {
         if let Some(kernel) = self.kernels().get(variant) {
             return Ok(kernel.clone());
         }
+        let wanted =
+            || format!("expected a kernel that is loaded before the graph, got {variant} for the first time");
+        let fix = "run the same passes once before the capture, or prepare their kernels";
+        self.expect_no_capture("kernel", wanted, fix)?;
         // Not under the lock: who watches the compiler may call the backend. What two threads compile at once is the same.
         let Shared { compiler, cache, .. } = &*self.shared;
         let cubin = compiler
@@ -365,12 +369,21 @@ impl Cuda {
     }
 
     fn outside_capture(&self, what: &'static str) -> Result<(), Error> {
-        if !self.on(self.stream.is_capturing())? {
-            return Ok(());
-        }
-        let conflict = "expected a stream that runs, got one that records a graph".into();
+        let conflict = || "expected a stream that runs, got one that records a graph".into();
         let fix = "move data to and from the host before the capture or behind the launch";
-        Err(Misuse::Conflict { what, conflict, fix }.into())
+        self.expect_no_capture(what, conflict, fix)
+    }
+
+    fn expect_no_capture(
+        &self,
+        what: &'static str,
+        conflict: impl FnOnce() -> String,
+        fix: &'static str,
+    ) -> Result<(), Error> {
+        match self.on(self.stream.is_capturing())? {
+            true => Err(Misuse::Conflict { what, conflict: conflict(), fix }.into()),
+            false => Ok(()),
+        }
     }
 }
 

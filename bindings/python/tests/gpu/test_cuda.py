@@ -213,6 +213,22 @@ def test_a_graph_takes_other_splits_and_inputs(precision: str, rows: int) -> Non
         assert same(outputs, step(m, *fresh)), other
 
 
+def test_kernels_are_not_loaded_in_a_capture() -> None:
+    m = layer(activation="situ_glu", glu_layout="elementwise")  # which no test before has used
+    x, splits, prob, _ = inputs()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(ValueError, match="expected a kernel that is loaded before the graph, got [a-z_]*gemm_act"):
+        with torch.no_grad(), torch.cuda.graph(graph):
+            m(x, splits, prob)
+    with torch.no_grad():
+        expected = m(x, splits, prob)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+            y = m(x, splits, prob)
+        graph.replay()
+        assert torch.equal(expected, y)
+
+
 def test_a_graph_draws_other_random_numbers_in_each_replay() -> None:
     m = layer()
     static = inputs()

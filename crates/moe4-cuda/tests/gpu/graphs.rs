@@ -3,7 +3,7 @@
 //! for the device.
 
 use crate::cases::{Case, Form, Made, Setting, stochastic};
-use crate::support::{called, cuda, must, refused, skewed};
+use crate::support::{another, called, cuda, must, refused, skewed};
 use half::bf16;
 use moe4::kernels::contract::*;
 use moe4::kernels::cpu::Cpu;
@@ -310,6 +310,29 @@ fn a_graph_of_one_expert_and_of_no_rows() {
         &[(vec![129], None), (vec![1], None), (vec![130], Some("splits[0]")), (vec![0], None)],
     ));
     must(replays(3, 0, 32, &[(vec![0; 3], None), (vec![0, 1, 0], Some("splits[1]"))]));
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_kernel_is_not_loaded_in_a_capture() {
+    let cuda = another();
+    let told = || -> Outcome {
+        let groups = Groups::new(&[5, 3], 8).expect("fits");
+        let (x, groups) = (cuda.upload(&data::normal(8 * 16, 1.0, 811))?, cuda.groups(&groups)?);
+        let mut amax = cuda.empty(2)?;
+        let mut pass =
+            || cuda.group_amax(GroupAmax { x: x.view(), cols: 16, groups: &groups, amax: amax.view_mut() });
+        refused(
+            cuda.capture(&mut pass),
+            "kernel: expected a kernel that is loaded before the graph, got group_amax",
+        )?;
+        pass()?;
+        let mut graph = cuda.capture(pass)?;
+        // SAFETY: the buffers of the capture are alive, and only this thread uses them.
+        called(unsafe { graph.launch() })?;
+        Ok(cuda.synchronize()?)
+    };
+    must(told());
 }
 
 /// Passes that take part in no sequence above, each alone in a graph.
