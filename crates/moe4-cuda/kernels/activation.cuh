@@ -40,11 +40,19 @@ DEVICE float exp2_approximate(float v) {
     return e;
 }
 
+// The smaller one; NaN stays NaN.
+DEVICE float smaller(float a, float b) {
+    float out;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
+    return out;
+}
+
 // exp(-a) for a >= 0; NaN stays NaN.
 DEVICE float exp_negative(float a) {
     constexpr float LOG2_E = 1.44269502e+0f, LOG2_E_REST = 1.92596299e-8f, LN_2 = 6.93147182e-1f;
-    a = a > 104.0f ? 104.0f : a;
-    const float exponent = a * -LOG2_E;
+    a = smaller(a, 104.0f);
+    // As an intrinsic, or the compiler multiplies once more for the other sign.
+    const float exponent = __fmul_rn(a, -LOG2_E);
     const float rest = __fmaf_rn(a, -LOG2_E_REST, __fmaf_rn(a, -LOG2_E, -exponent));
     const float e = exp2_approximate(exponent);
     return __fmaf_rn(e, rest * LN_2, e);
@@ -83,7 +91,7 @@ DEVICE float divide(float v, float divisor, float reciprocal) {
 }
 
 // Clamps that NaN passes.
-DEVICE float at_most(float v, float limit) { return v > limit ? limit : v; }
+DEVICE float at_most(float v, float limit) { return smaller(v, limit); }
 DEVICE float at_least(float v, float limit) { return v < limit ? limit : v; }
 
 // `u` is of no effect without an up projection.
