@@ -100,10 +100,10 @@ DEVICE void add_finite(FragmentAmax& found, const u16* x, u64 cols, const Fragme
     }
 }
 
-// Into the expert's result. Most warps find one there that is as large already.
-DEVICE void write_amax(u32* out, u32 value) {
+// Into the expert's result, which was `seen` some time ago. Most warps have seen one that is as large already.
+DEVICE void write_amax(u32* out, u32 seen, u32 value) {
     value = __reduce_max_sync(~0u, value);
-    if (lane() == 0 && value > *const_cast<volatile u32*>(out)) atomicMax(out, value);
+    if (lane() == 0 && value > seen) atomicMax(out, value);
 }
 
 // The fragment's amaxes into those of the expert. The warp has stored `runs` times `width` columns of tensor `x`
@@ -111,6 +111,10 @@ DEVICE void write_amax(u32* out, u32 value) {
 DEVICE void finish_amax(FragmentAmax found, const AmaxOut& out, u32 expert, const u16* x, u64 cols,
                         const FragmentRows& rows, u32 col, u32 width, u32 end, u32 runs, u64 apart) {
     if constexpr (AMAX == NO_AMAX) return;
+    u32 *const amax = out.amax + expert, *const amax_rht = out.amax_rht + expert;
+    // Both before anything waits for one of them.
+    const u32 seen = *const_cast<volatile u32*>(amax);
+    const u32 seen_rht = AMAX == AMAX_ONLY ? 0 : *const_cast<volatile u32*>(amax_rht);
     if (__any_sync(~0u, !found.is_finite())) {
         __syncwarp();  // what other lanes have stored
         found.before = 0, found.after = 0.0f;
@@ -121,9 +125,9 @@ DEVICE void finish_amax(FragmentAmax found, const AmaxOut& out, u32 expert, cons
         }
     }
     const u32 before = larger_half(found.before);
-    write_amax(out.amax + expert, before);
+    write_amax(amax, seen, before);
     if constexpr (AMAX == AMAX_RHT)
-        write_amax(out.amax_rht + expert, to_bf16x2(0.0f, __fmul_rn(found.after, 0.25f)) & 0xFFFF0000u);
+        write_amax(amax_rht, seen_rht, to_bf16x2(0.0f, __fmul_rn(found.after, 0.25f)) & 0xFFFF0000u);
     if constexpr (AMAX == AMAX_BOUND)
-        write_amax(out.amax_rht + expert, __float_as_uint(fminf(__fmul_rn(4.0f, __uint_as_float(before)), FLOAT_MAX)));
+        write_amax(amax_rht, seen_rht, __float_as_uint(fminf(__fmul_rn(4.0f, __uint_as_float(before)), FLOAT_MAX)));
 }
