@@ -42,19 +42,6 @@ DEVICE u32 biased_pair(const float (&v)[4], u32 half, float alpha, float2 bias, 
                      __fadd_rn(__fmul_rn(alpha, v[2 * half + 1]), __fmul_rn(bias.y, weight.of[half])));
 }
 
-// 32 columns, rounded: the first lies at column `col` of an output with columns up to `end`. `bias` begins at the
-// output's column 0, or there is none.
-DEVICE void round_group(Words& w, const float (&acc)[4][4], u32 col, u32 end, float alpha, const float* bias,
-                        const RowValues& weight) {
-#pragma unroll
-    for (u32 k = 0; k < 4; k++) {
-        const float2 b = bias ? load_columns(bias, col + 8 * k + 2 * lane_of_quad(), end) : make_float2(0.0f, 0.0f);
-#pragma unroll
-        for (u32 half = 0; half < 2; half++)
-            w[half][k] = bias ? biased_pair(acc[k], half, alpha, b, weight) : rounded_pair(acc[k], half, alpha);
-    }
-}
-
 struct PlainOut {
     const float* bias;  // [E, cols], or none
     const float* prob;  // [T], or none: scales the bias

@@ -24,35 +24,79 @@ struct DactOut {
     AmaxOut dc_amax;
 };
 
-// What a pair of accumulators gives.
+// What a pair of accumulators gives: dh, times alpha already, of features with these gates and ups.
 struct PairOfFeatures {
-    float dh[2], value[2], dg[2], du[2];
+    float value[2], dg[2], du[2];
 };
 
-DEVICE PairOfFeatures differentiate(float first, float second, u32 gate, u32 up, float alpha, float prob,
+template <Distance DISTANCE>
+DEVICE PairOfFeatures differentiate(float first, float second, u32 gate, u32 up, float prob,
                                     const ActivationParameters& p) {
     PairOfFeatures out;
 #pragma unroll
     for (u32 i = 0; i < 2; i++) {
-        const Evaluated at = evaluate(p, i ? upper(gate) : lower(gate), i ? upper(up) : lower(up));
-        const float dh = __fmul_rn(alpha, i ? second : first), scaled = __fmul_rn(dh, prob);
-        out.dh[i] = dh, out.value[i] = at.value;
+        const Evaluated at = evaluate<DISTANCE>(p, i ? upper(gate) : lower(gate), i ? upper(up) : lower(up));
+        const float scaled = __fmul_rn(i ? second : first, prob);
+        out.value[i] = at.value;
         out.dg[i] = __fmul_rn(scaled, at.dg), out.du[i] = __fmul_rn(scaled, at.du);
     }
     return out;
 }
 
-// For diagnosis: 32 features from `feature` on.
-DEVICE void store_dh(const float (&acc)[4][4], const FragmentRows& rows, u32 feature, float alpha, const DactOut& out) {
+// Zeros for what is not there of 32 features, of which `left` are. Their c is zero as well, and activations are zero at
+// zero, so they add nothing to dprob; their dc is zero, or NaN beside a weight that is not finite: no amax looks at it.
+DEVICE void clear_missing(float (&dh)[4][4], const FragmentRows& rows, u32 left) {
+    if (rows.count == FRAGMENT_ROWS && left >= GROUP_COLS) return;
 #pragma unroll
     for (u32 k = 0; k < 4; k++)
 #pragma unroll
-        for (u32 half = 0; half < 2; half++) {
-            const float (&v)[4] = acc[k];
+        for (u32 i = 0; i < 4; i++)
+            if (!rows.has(i / 2) || 8 * k >= left) dh[k][i] = 0.0f;
+}
+
+// For diagnosis: 32 features from `feature` on.
+DEVICE void store_dh(const float (&dh)[4][4], const FragmentRows& rows, u32 feature, const DactOut& out) {
+#pragma unroll
+    for (u32 k = 0; k < 4; k++)
+#pragma unroll
+        for (u32 half = 0; half < 2; half++)
             if (rows.has(half) && feature + 8 * k < out.ffn)
                 *reinterpret_cast<float2*>(out.dh + rows.row(half) * out.ffn + feature + 8 * k + 2 * lane_of_quad()) =
-                    make_float2(__fmul_rn(alpha, v[2 * half]), __fmul_rn(alpha, v[2 * half + 1]));
+                    make_float2(dh[k][2 * half], dh[k][2 * half + 1]);
+}
+
+// The sum over four lanes of v[0], in the even ones, and of v[1] in the odd ones: each lane gives one of them away.
+DEVICE float sum_of_quad(const float (&v)[2]) {
+    const bool odd = lane() & 1;
+    const float sum = __fadd_rn(odd ? v[1] : v[0], __shfl_xor_sync(~0u, odd ? v[0] : v[1], 1));
+    return __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 2));
+}
+
+// dc of 32 features into the slabs that have c, h if it is asked for into slab 2, and their part of dprob to `sums`.
+template <Distance DISTANCE>
+DEVICE void put_gradients(Slabs slabs, FragmentAmax& found, float (&sums)[2], const float (&dh)[4][4],
+                          const RowValues& prob, const ActivationParameters& p) {
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        const GatesUps c = get_features(slabs, half);
+        GatesUps dc_words;
+        u32 h_words[4];
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) {
+            const float first = dh[k][2 * half], second = dh[k][2 * half + 1];
+            const PairOfFeatures pair =
+                differentiate<DISTANCE>(first, second, c.gate[k], GATED ? c.up[k] : 0, prob.of[half], p);
+            found.add(dc_words.gate[k] = to_bf16x2(pair.dg[0], pair.dg[1]));
+            if constexpr (GATED) found.add(dc_words.up[k] = to_bf16x2(pair.du[0], pair.du[1]));
+            if constexpr (H_AGAIN)
+                h_words[k] =
+                    to_bf16x2(__fmul_rn(pair.value[0], prob.of[half]), __fmul_rn(pair.value[1], prob.of[half]));
+            sums[half] = __fadd_rn(sums[half], __fmul_rn(pair.value[0], first));
+            sums[half] = __fadd_rn(sums[half], __fmul_rn(pair.value[1], second));
         }
+        put_features(slabs, half, dc_words);
+        if constexpr (H_AGAIN) slabs[2].put(half, h_words);
+    }
 }
 
 // The fragment's first feature is `feature`, a multiple of 32. `next` is c of its first 32 features; further ones are
@@ -61,54 +105,49 @@ template <u32 N8>
 DEVICE void epilogue_dact(const float (&acc)[N8][4], const FragmentRows& rows, u32 expert, u32 feature, float alpha,
                           const RowValues& prob, FeaturePieces next, const DactOut& out, Slabs slabs) {
     static_assert(N8 % 4 == 0, "whole groups of 32 features");
+    FeaturePlaces<const u16> next_c(out.c, rows, feature, out.ffn);
+    FeaturePlaces<u16> dc(out.dc, rows, feature, out.ffn);
+    RowPlaces<u16> h(out.h, out.ffn, rows, feature);
+    // Two lanes of a quad store sums, that of row g and that of row g + 8.
+    const u32 half_of_sum = lane_of_quad();
+    float* dprob = out.dprob + feature / GROUP_COLS * out.rows + rows.row(half_of_sum);
     FragmentAmax found;
 #pragma unroll 1
     for (u32 group = 0; group < N8 / 4; group++) {
         const u32 here = feature + GROUP_COLS * group;
         if (here >= out.ffn) break;
+        const u32 left = out.ffn - here;
         float dh[4][4];
-        take_group<N8>(dh, acc, group);
-        put_features(slabs, next);
-        if (group + 1 < N8 / 4) next = load_features(out.c, rows, here + GROUP_COLS, out.ffn);
+        with_group<N8 / 4>(group, [&](u32 at) { scale_group<N8>(dh, acc, at, alpha); });
+        put_pieces(slabs, next);
+        const bool near = all_near(largest_gates(next));
+        next_c.advance();
+        next = next_c.load({rows, group + 1 < N8 / 4 && left > GROUP_COLS ? left - GROUP_COLS : 0});
+        if (out.dh) store_dh(dh, rows, here, out);
+        clear_missing(dh, rows, left);
         __syncwarp();
         float sums[2] = {};
-#pragma unroll
-        for (u32 k = 0; k < 4; k++)
-#pragma unroll
-            for (u32 half = 0; half < 2; half++) {
-                const float (&v)[4] = dh[k];
-                const GateUp c = get_features(slabs, half, k);
-                const PairOfFeatures pair =
-                    differentiate(v[2 * half], v[2 * half + 1], c.gate, c.up, alpha, prob.of[half], out.activation);
-                const bool live = rows.has(half) && here + 8 * k < out.ffn;
-                const GateUp dc = {live ? to_bf16x2(pair.dg[0], pair.dg[1]) : 0,
-                                   live && GATED ? to_bf16x2(pair.du[0], pair.du[1]) : 0};
-                set_features(slabs, half, k, dc);
-                found.add(dc.gate);
-                if constexpr (GATED) found.add(dc.up);
-                if constexpr (H_AGAIN)
-                    slabs[2].pair(half, k) =
-                        to_bf16x2(__fmul_rn(pair.value[0], prob.of[half]), __fmul_rn(pair.value[1], prob.of[half]));
-#pragma unroll
-                for (u32 i = 0; i < 2; i++)
-                    sums[half] = __fadd_rn(sums[half], live ? __fmul_rn(pair.value[i], pair.dh[i]) : 0.0f);
-            }
-#pragma unroll
-        for (u32 half = 0; half < 2; half++) {
-            sums[half] = __fadd_rn(sums[half], __shfl_xor_sync(~0u, sums[half], 1));
-            sums[half] = __fadd_rn(sums[half], __shfl_xor_sync(~0u, sums[half], 2));
-            if (lane_of_quad() == 0 && rows.has(half))
-                out.dprob[here / GROUP_COLS * out.rows + rows.row(half)] = sums[half];
-        }
-        if (out.dh) store_dh(dh, rows, here, alpha, out);
+        if (near)
+            put_gradients<NEAR>(slabs, found, sums, dh, prob, out.activation);
+        else
+            put_gradients<FAR>(slabs, found, sums, dh, prob, out.activation);
+        const float sum = sum_of_quad(sums);
+        if (half_of_sum < 2 && rows.has(half_of_sum)) *dprob = sum;
+        dprob += out.rows;
         __syncwarp();
-        store_features(slabs, out.dc, rows, here, out.ffn);
-        if constexpr (H_AGAIN) slabs[2].store(out.h, out.ffn, rows, here, out.ffn);
+        const FeaturesThere there(rows, left);
+        const FeaturePieces dc_pieces = get_pieces(slabs);
+        RowPieces h_pieces;
+        if constexpr (H_AGAIN) h_pieces = slabs[2].pieces();
+        dc.store(dc_pieces, there);
+        if constexpr (H_AGAIN) h.store(h_pieces, there.h);
         if constexpr (GATED)
             found.add_columns(slabs[0], slabs[1], out.dc_amax.sign_mask);
         else
             found.add_columns(slabs[0], out.dc_amax.sign_mask);
         __syncwarp();
+        dc.advance();
+        h.first += GROUP_COLS;
     }
     // The columns of dc that the fragment's features have: two runs, or one.
     const Columns first = first_columns(feature, out.ffn);

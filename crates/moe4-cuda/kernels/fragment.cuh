@@ -10,7 +10,7 @@
 // slab are 80 bytes apart, so that no two lanes of a pass over pairs or over columns meet in a bank. Epilogues that
 // look at pairs alone take panels, eight lanes a row. Tensors have rows of a multiple of 16 bytes, at such addresses.
 #pragma once
-#include "numerics.cuh"
+#include "mma.cuh"
 
 constexpr u32 FRAGMENT_ROWS = 16;
 constexpr u32 GROUP_COLS = 32;  // columns of a slab
@@ -21,19 +21,27 @@ DEVICE u32 lane() { return threadIdx.x % 32; }
 DEVICE u32 lane_row() { return lane() / 4; }      // g
 DEVICE u32 lane_of_quad() { return lane() % 4; }  // t
 
-// Group `group` of 32 columns. Epilogues that do much with an element take a group at a time in a loop that is not
-// unrolled: written out for all columns of a tile they outgrow the instruction cache. Registers have no index, hence
-// the steps.
-template <u32 N8, u32 HERE = 0>
-DEVICE void take_group(float (&v)[4][4], const float (&acc)[N8][4], u32 group) {
-    if (HERE + 1 == N8 / 4 || group == HERE) {
+// Calls `each(group)`, of COUNT groups, with a constant. Epilogues that do much with an element take a group of 32
+// columns at a time in a loop that is not unrolled: written out for all columns of a tile they outgrow the instruction
+// cache. But registers have no index: what picks accumulators is written out for each group, and this finds it.
+template <u32 COUNT, u32 FIRST = 0, class Each>
+DEVICE void with_group(u32 group, Each each) {
+    constexpr u32 HALF = COUNT / 2;
+    if constexpr (COUNT == 1)
+        each(FIRST);
+    else if (group < FIRST + HALF)
+        with_group<HALF, FIRST>(group, each);
+    else
+        with_group<COUNT - HALF, FIRST + HALF>(group, each);
+}
+
+// Group `group` of accumulators times alpha: no more work than to copy them.
+template <u32 N8>
+DEVICE void scale_group(float (&v)[4][4], const float (&acc)[N8][4], u32 group, float alpha) {
 #pragma unroll
-        for (u32 k = 0; k < 4; k++)
+    for (u32 k = 0; k < 4; k++)
 #pragma unroll
-            for (u32 i = 0; i < 4; i++) v[k][i] = acc[4 * HERE + k][i];
-    } else if constexpr (HERE + 1 < N8 / 4) {
-        take_group<N8, HERE + 1>(v, acc, group);
-    }
+        for (u32 i = 0; i < 4; i++) v[k][i] = __fmul_rn(alpha, acc[4 * group + k][i]);
 }
 
 // Rows of a tensor that a fragment stands for. Those past the end of the expert are neither read nor written.
@@ -65,18 +73,31 @@ struct RowPieces {
     uint4 of[2];
 };
 
-// 32 columns from `col` on of a tensor [., cols]; zeros from column `end` on and past the rows' end.
-DEVICE RowPieces load_pieces(const u16* from, u64 cols, const FragmentRows& rows, u32 col, u32 end) {
-    const u32 piece = col + 8 * lane_of_quad();
-    RowPieces v;
+// Where they lie in a tensor [., cols], of columns from `col` on. Epilogues that go from a group to the next add to one
+// address; to compute all of them from rows and columns takes six instructions each.
+template <class T>
+struct RowPlaces {
+    T* first;
+    u64 apart;  // elements from row g to row g + 8
+
+    __device__ __forceinline__ RowPlaces(T* tensor, u64 cols, const FragmentRows& rows, u32 col)
+        : first(tensor + rows.row(0) * cols + col + 8 * lane_of_quad()), apart(FRAGMENT_ROWS / 2 * cols) {}
+
+    // Zeros for pieces that are not `there`.
+    __device__ __forceinline__ RowPieces load(const bool (&there)[2], u32 further = 0) const {
+        RowPieces v;
 #pragma unroll
-    for (u32 half = 0; half < 2; half++) {
-        v.of[half] = make_uint4(0, 0, 0, 0);
-        if (rows.has(half) && piece < end)
-            v.of[half] = *reinterpret_cast<const uint4*>(from + rows.row(half) * cols + piece);
+        for (u32 half = 0; half < 2; half++)
+            v.of[half] =
+                there[half] ? *reinterpret_cast<const uint4*>(first + further + half * apart) : make_uint4(0, 0, 0, 0);
+        return v;
     }
-    return v;
-}
+    __device__ __forceinline__ void store(const RowPieces& v, const bool (&there)[2], u32 further = 0) const {
+#pragma unroll
+        for (u32 half = 0; half < 2; half++)
+            if (there[half]) *reinterpret_cast<uint4*>(first + further + half * apart) = v.of[half];
+    }
+};
 
 constexpr u32 SLAB_PITCH = 20;                               // words from a row to the next
 constexpr u32 SLAB_WORDS = FRAGMENT_ROWS * SLAB_PITCH + 16;  // neighbours are half of the banks apart
@@ -95,22 +116,36 @@ struct Slab {
     __device__ __forceinline__ uint4& piece(u32 half) const {
         return *reinterpret_cast<uint4*>(words + (lane_row() + 8 * half) * SLAB_PITCH + 4 * lane_of_quad());
     }
-    __device__ __forceinline__ void put(const Words& w) const {
-#pragma unroll
-        for (u32 half = 0; half < 2; half++)
-#pragma unroll
-            for (u32 k = 0; k < 4; k++) pair(half, k) = w[half][k];
+    // Matrix k of an instruction that moves four: pieces k of rows 8 * half .. 8 * half + 7.
+    __device__ __forceinline__ u32 matrices(u32 half) const {
+        const u32* const row = words + (lane() % 8 + 8 * half) * SLAB_PITCH;
+        return (u32)__cvta_generic_to_shared(row + lane() / 8 * 4);
     }
+    __device__ __forceinline__ void get(u32 half, u32 (&w)[4]) const { load_matrices<false>(w, matrices(half)); }
+    __device__ __forceinline__ void put(u32 half, const u32 (&w)[4]) const {
+#if __CUDA_ARCH__ >= 900
+        store_matrices(matrices(half), w);
+#else
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) pair(half, k) = w[k];
+#endif
+    }
+    __device__ __forceinline__ void put(const Words& w) const { put(0, w[0]), put(1, w[1]); }
+    __device__ __forceinline__ RowPieces pieces() const { return {{piece(0), piece(1)}}; }
     __device__ __forceinline__ void put(const RowPieces& v) const { piece(0) = v.of[0], piece(1) = v.of[1]; }
-
-    // To 32 columns from `col` on of a tensor [., cols], those from `end` on left out.
-    __device__ __forceinline__ void store(u16* to, u64 cols, const FragmentRows& rows, u32 col, u32 end) const {
-        const u32 at = col + 8 * lane_of_quad();
-#pragma unroll
-        for (u32 half = 0; half < 2; half++)
-            if (rows.has(half) && at < end) *reinterpret_cast<uint4*>(to + rows.row(half) * cols + at) = piece(half);
-    }
 };
+
+// Of sixteen rows, word 4 * (g % 4) + t of the slab, or of another one for the lanes with g >= 4.
+DEVICE void get_columns(u32 (&w)[FRAGMENT_ROWS], Slab first, Slab second) {
+    const u32* const row = (lane() % 8 < 4 ? first : second).words + lane() / 8 * SLAB_PITCH + lane() % 4 * 4;
+#pragma unroll
+    for (u32 i = 0; i < FRAGMENT_ROWS; i += 4) {
+        u32 four[4];
+        load_matrices<false>(four, (u32)__cvta_generic_to_shared(row + i * SLAB_PITCH));
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) w[i + j] = four[j];
+    }
+}
 
 // 16 rows x 64 columns, eight pieces a row, each at its own number XOR that of the row: neither pairs nor pieces meet
 // in a bank. To be met at as a slab is.

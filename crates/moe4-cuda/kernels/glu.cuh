@@ -12,6 +12,7 @@
 #pragma once
 #include "activation.cuh"
 #include "epilogue.cuh"
+#include "reduce.cuh"
 
 constexpr u32 HALVES = 0, INTERLEAVED = 1, ELEMENTWISE = 2;
 
@@ -50,59 +51,122 @@ DEVICE u32 fc1_row(u32 i, u32 width, u32 feature, u32 ffn) {
     return row < fc1_columns(ffn) ? row : NO_WEIGHT_ROW;
 }
 
-// The 32 features from `feature` on in memory: their columns of c in two runs of 32, or in one without an up
-// projection.
+// 32 features in memory: the lane's pieces of their columns of c in two runs of 32, or in one without an up projection.
 struct FeaturePieces {
     RowPieces first, second;
 };
 
+// Which of the lane's pieces are there, of 32 features of which `left` are: of h, and of the two runs of c.
+struct FeaturesThere {
+    bool h[2], first[2], second[2];
+
+    __device__ __forceinline__ FeaturesThere(const FragmentRows& rows, u32 left) {
+        constexpr bool PAIRS = GATED && LAYOUT == ELEMENTWISE;
+        const u32 piece = 8 * lane_of_quad();
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            h[half] = rows.has(half) && piece < left;
+            first[half] = PAIRS ? rows.has(half) && piece < 2 * left : h[half];
+            second[half] = PAIRS ? rows.has(half) && piece + GROUP_COLS < 2 * left : h[half];
+        }
+    }
+};
+
+// Where the pieces lie in c or dc, of features from `feature` on.
+template <class T>
+struct FeaturePlaces {
+    RowPlaces<T> run;
+    u32 apart;  // columns from the first run to the second
+
+    __device__ __forceinline__ FeaturePlaces(T* c, const FragmentRows& rows, u32 feature, u32 ffn)
+        : run(c, fc1_columns(ffn), rows, first_columns(feature, ffn).first),
+          apart(second_columns(feature, ffn).first - first_columns(feature, ffn).first) {}
+
+    __device__ __forceinline__ FeaturePieces load(const FeaturesThere& there) const {
+        FeaturePieces v;
+        v.first = run.load(there.first);
+        if constexpr (GATED) v.second = run.load(there.second, apart);
+        return v;
+    }
+    __device__ __forceinline__ void store(const FeaturePieces& v, const FeaturesThere& there) const {
+        run.store(v.first, there.first);
+        if constexpr (GATED) run.store(v.second, there.second, apart);
+    }
+    // To the next 32 features.
+    __device__ __forceinline__ void advance() { run.first += GATED && LAYOUT != HALVES ? 2 * GROUP_COLS : GROUP_COLS; }
+};
+
 DEVICE FeaturePieces load_features(const u16* c, const FragmentRows& rows, u32 feature, u32 ffn) {
-    FeaturePieces v;
-    const Columns first = first_columns(feature, ffn), second = second_columns(feature, ffn);
-    v.first = load_pieces(c, fc1_columns(ffn), rows, first.first, first.end);
-    if constexpr (GATED) v.second = load_pieces(c, fc1_columns(ffn), rows, second.first, second.end);
-    return v;
+    return FeaturePlaces<const u16>(c, rows, feature, ffn).load({rows, ffn > feature ? ffn - feature : 0});
 }
 
-// Slabs 0 and 1 with the two runs.
-DEVICE void put_features(Slabs slabs, const FeaturePieces& v) {
+// The largest magnitude of the gates among the pieces, as a packed pair; elementwise ups count as well.
+DEVICE u32 largest_gates(const FeaturePieces& c) {
+    u32 largest = 0;
+    const auto add = [&](const uint4& v) {
+        largest = max_magnitude(max_magnitude(largest, max_magnitude(v.x, v.y)), max_magnitude(v.z, v.w));
+    };
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        add(c.first.of[half]);
+        if constexpr (LAYOUT == ELEMENTWISE) add(c.second.of[half]);
+    }
+    return largest;
+}
+
+// Whether the short way of the activation will do for all gates of the warp (activation.cuh). NaN takes either.
+DEVICE bool all_near(u32 largest) {
+    if constexpr (!HAS_SHORT_WAY) return false;
+    return !__any_sync(~0u, larger_half(largest) > __float_as_uint(LARGEST_NEAR));
+}
+
+// Slabs 0 and 1 have the two runs.
+DEVICE void put_pieces(Slabs slabs, const FeaturePieces& v) {
     slabs[0].put(v.first);
     if constexpr (GATED) slabs[1].put(v.second);
 }
-
-DEVICE void store_features(Slabs slabs, u16* c, const FragmentRows& rows, u32 feature, u32 ffn) {
-    const Columns first = first_columns(feature, ffn), second = second_columns(feature, ffn);
-    slabs[0].store(c, fc1_columns(ffn), rows, first.first, first.end);
-    if constexpr (GATED) slabs[1].store(c, fc1_columns(ffn), rows, second.first, second.end);
+DEVICE FeaturePieces get_pieces(Slabs slabs) {
+    FeaturePieces v;
+    v.first = slabs[0].pieces();
+    if constexpr (GATED) v.second = slabs[1].pieces();
+    return v;
 }
 
-// Gates and ups of features 8k + 2t and 8k + 2t + 1. Elementwise they are neighbours in one of the slabs.
-struct GateUp {
-    u32 gate, up;
+// Gates and ups of the lane's features in row g + 8 * half: 8k + 2t and 8k + 2t + 1. Elementwise they are neighbours in
+// one of the slabs.
+struct GatesUps {
+    u32 gate[4], up[4];
 };
 
-DEVICE u64* elementwise_pair(Slabs slabs, u32 half, u32 k) {
+DEVICE uint2& elementwise_pair(Slabs slabs, u32 half, u32 k) {
     const u32 word = 8 * (k % 2) + 2 * lane_of_quad();
-    return reinterpret_cast<u64*>(slabs[k / 2].words + (lane_row() + 8 * half) * SLAB_PITCH + word);
+    return *reinterpret_cast<uint2*>(slabs[k / 2].words + (lane_row() + 8 * half) * SLAB_PITCH + word);
 }
 
-DEVICE GateUp get_features(Slabs slabs, u32 half, u32 k) {
+DEVICE GatesUps get_features(Slabs slabs, u32 half) {
+    GatesUps v;
     if constexpr (GATED && LAYOUT == ELEMENTWISE) {
-        const u64 both = *elementwise_pair(slabs, half, k);
-        const u32 low = (u32)both, high = (u32)(both >> 32);
-        return {permute_bytes(low, high, 0x5410), permute_bytes(low, high, 0x7632)};
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) {
+            const uint2 both = elementwise_pair(slabs, half, k);
+            v.gate[k] = permute_bytes(both.x, both.y, 0x5410), v.up[k] = permute_bytes(both.x, both.y, 0x7632);
+        }
     } else {
-        return {slabs[0].pair(half, k), GATED ? slabs[1].pair(half, k) : 0};
+        slabs[0].get(half, v.gate);
+        if constexpr (GATED) slabs[1].get(half, v.up);
     }
+    return v;
 }
 
-DEVICE void set_features(Slabs slabs, u32 half, u32 k, GateUp v) {
+DEVICE void put_features(Slabs slabs, u32 half, const GatesUps& v) {
     if constexpr (GATED && LAYOUT == ELEMENTWISE) {
-        const u32 low = permute_bytes(v.gate, v.up, 0x5410), high = permute_bytes(v.gate, v.up, 0x7632);
-        *elementwise_pair(slabs, half, k) = (u64)high << 32 | low;
+#pragma unroll
+        for (u32 k = 0; k < 4; k++)
+            elementwise_pair(slabs, half, k) =
+                make_uint2(permute_bytes(v.gate[k], v.up[k], 0x5410), permute_bytes(v.gate[k], v.up[k], 0x7632));
     } else {
-        slabs[0].pair(half, k) = v.gate;
-        if constexpr (GATED) slabs[1].pair(half, k) = v.up;
+        slabs[0].put(half, v.gate);
+        if constexpr (GATED) slabs[1].put(half, v.up);
     }
 }
 

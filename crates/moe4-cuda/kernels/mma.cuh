@@ -40,6 +40,13 @@ DEVICE void load_matrices(u32 (&w)[4], u32 from) {
                      : "memory");
 }
 
+// The same the other way round, from compute capability 9.0 on.
+DEVICE void store_matrices(u32 to, const u32 (&w)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(w[0]), "r"(w[1]),
+                 "r"(w[2]), "r"(w[3])
+                 : "memory");
+}
+
 // acc (16 x 8) += a (16 x 16) * b (16 x 8).
 DEVICE void multiply_accumulate(float (&acc)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

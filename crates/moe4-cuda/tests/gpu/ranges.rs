@@ -3,15 +3,17 @@
 use crate::cases::{Case, Form, Setting, same_copy, settings, stochastic};
 use crate::support::{cuda, must};
 use half::bf16;
+use moe4::kernels::activation::{Activation, GluLayout};
 use moe4::kernels::contract::WeightShape;
 use moe4::kernels::cpu::Cpu;
 use moe4::numerics::bf16 as bf;
 use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::Rounding;
 use moe4::tensor::{Groups, ScaleLayout};
+use moe4_conformance::compare::bf16_bits;
 use moe4_conformance::data::{self, Random};
-use moe4_conformance::drive::{quantize_weights_apart, quantize_weights_together};
-use moe4_conformance::{InCase, Outcome};
+use moe4_conformance::drive::{GemmDact, Side, quantize_weights_apart, quantize_weights_together};
+use moe4_conformance::{Failure, InCase, Outcome};
 
 /// A random sign and mantissa at `exponent`, which may be subnormal in BF16; 0 below them.
 fn at(random: &mut Random, exponent: i32) -> bf16 {
@@ -181,4 +183,39 @@ fn weights_of_every_power_of_two() {
         }
     }
     must(compared(&w));
+}
+
+/// A gate far out sends its warp the long way of the exponential, which has the bits of the short one beside it.
+#[test]
+#[ignore = "needs a GPU"]
+fn far_gates_change_no_neighbour() {
+    let (rows, hidden, ffn) = (150, 144, 208);
+    let (activation, layout, groups) = (Activation::SWIGLU, GluLayout::Halves, Groups::single(rows));
+    let n1 = activation.fc1_rows(ffn);
+    let is_far = |col: usize| col < ffn && col.is_multiple_of(32);
+    let checked = || -> Outcome {
+        let dy = Side::Bf16(data::normal(rows * hidden, 1.0, 940));
+        let w2 = Side::Bf16(data::normal(hidden * ffn, 0.2, 941));
+        let prob = data::probabilities(rows, 942);
+        let near = data::normal(rows * n1, 15.0, 943);
+        let near: Vec<_> = near.iter().map(|v| bf16::from_f32(v.to_f32().clamp(-86.5, 86.5))).collect();
+        // dc and h of the features whose gate is the same in both runs.
+        let run = |c: &[bf16]| -> Result<(Vec<bf16>, Vec<bf16>), Failure> {
+            let (dy, w2, prob, groups, extras) = (&dy, &w2, &prob, &groups, Some(SignMask::DEFAULT));
+            let out =
+                GemmDact { dy, w2, hidden, ffn, activation, layout, c, prob, groups, extras }.run(cuda())?;
+            let extras = out.extras.ok_or_else(|| Failure::new("everything was asked for"))?;
+            let others = |x: &[bf16], cols: usize| {
+                let same = x.iter().enumerate().filter(|(i, _)| !is_far(i % cols % ffn));
+                same.map(|(_, v)| *v).collect::<Vec<_>>()
+            };
+            Ok((others(&out.dc, n1), others(&extras.h, ffn)))
+        };
+        let far =
+            near.iter().enumerate().map(|(i, v)| if is_far(i % n1) { bf16::from_f32(100.0) } else { *v });
+        let (short, long) = (run(&near)?, run(&far.collect::<Vec<_>>())?);
+        bf16_bits("dc", &[short.0.len()], &short.0, &long.0)?;
+        bf16_bits("h", &[short.1.len()], &short.1, &long.1)
+    };
+    must(checked());
 }
