@@ -40,13 +40,6 @@ DEVICE float exp2_approximate(float v) {
     return e;
 }
 
-// The same bits in one instruction, for results that are normal.
-DEVICE float exp2_of_normal(float v) {
-    float e;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v));
-    return e;
-}
-
 // The smaller one; NaN stays NaN.
 DEVICE float smaller(float a, float b) {
     float out;
@@ -54,25 +47,14 @@ DEVICE float smaller(float a, float b) {
     return out;
 }
 
-// If it is known that an argument is at most LARGEST_NEAR, its exponential is normal, and a short way has its bits. To
-// find out takes a maximum for each pair, in one instruction where there is one.
-enum Distance { NEAR, FAR };
-constexpr float LARGEST_NEAR = 87.0f;
-#if __CUDA_ARCH__ >= 860
-constexpr bool HAS_SHORT_WAY = ACTIVATION == SWIGLU;
-#else
-constexpr bool HAS_SHORT_WAY = false;
-#endif
-
 // exp(-a) for a >= 0; NaN stays NaN.
-template <Distance DISTANCE = FAR>
 DEVICE float exp_negative(float a) {
     constexpr float LOG2_E = 1.44269502e+0f, LOG2_E_REST = 1.92596299e-8f, LN_2 = 6.93147182e-1f;
-    if constexpr (DISTANCE == FAR) a = smaller(a, 104.0f);
+    a = smaller(a, 104.0f);
     // As an intrinsic, or the compiler multiplies once more for the other sign.
     const float exponent = __fmul_rn(a, -LOG2_E);
     const float rest = __fmaf_rn(a, -LOG2_E_REST, __fmaf_rn(a, -LOG2_E, -exponent));
-    const float e = DISTANCE == NEAR ? exp2_of_normal(exponent) : exp2_approximate(exponent);
+    const float e = exp2_approximate(exponent);
     return __fmaf_rn(e, rest * LN_2, e);
 }
 
@@ -84,9 +66,8 @@ DEVICE float reciprocal(float v) {
 }
 
 // The logistic function.
-template <Distance DISTANCE = FAR>
 DEVICE Smooth sigmoid(float x) {
-    const float e = exp_negative<DISTANCE>(fabsf(x)), r = reciprocal(1.0f + e);
+    const float e = exp_negative(fabsf(x)), r = reciprocal(1.0f + e);
     return {x < 0.0f ? e * r : r, (e * r) * r};
 }
 
@@ -113,11 +94,10 @@ DEVICE float divide(float v, float divisor, float reciprocal) {
 DEVICE float at_most(float v, float limit) { return smaller(v, limit); }
 DEVICE float at_least(float v, float limit) { return v < limit ? limit : v; }
 
-// `u` is of no effect without an up projection. A function that HAS_SHORT_WAY takes it for gates that are NEAR.
-template <Distance DISTANCE>
+// `u` is of no effect without an up projection.
 DEVICE Evaluated evaluate(const ActivationParameters& p, float g, float u) {
     if constexpr (ACTIVATION == SWIGLU) {
-        const Smooth s = sigmoid<DISTANCE>(g);
+        const Smooth s = sigmoid(g);
         const float silu = g * s.value;
         return {silu * u, (s.value + g * s.slope) * u, silu};
     } else if constexpr (ACTIVATION == SRELU) {

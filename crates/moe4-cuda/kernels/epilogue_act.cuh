@@ -51,25 +51,11 @@ DEVICE void clear_missing(Words& first, Words& second, const FragmentRows& rows,
         }
 }
 
-// The largest magnitude of the lane's gates, as a packed pair; elementwise ups count as well.
-DEVICE u32 largest_gates(const Words& first, const Words& second) {
-    u32 largest = 0;
-#pragma unroll
-    for (u32 half = 0; half < 2; half++)
-#pragma unroll
-        for (u32 k = 0; k < 4; k++) {
-            largest = max_magnitude(largest, first[half][k]);
-            if constexpr (LAYOUT == ELEMENTWISE) largest = max_magnitude(largest, second[half][k]);
-        }
-    return largest;
-}
-
 // h of 32 features, from the two parts of c that hold them, into its slab.
-template <Distance DISTANCE>
 DEVICE void put_activated(Slab h, FragmentAmax& found, const Words& first, const Words& second, const RowValues& prob,
                           const ActivationParameters& p) {
     const auto value = [&](u32 g, u32 u, u32 half) {
-        return __fmul_rn(evaluate<DISTANCE>(p, __uint_as_float(g), __uint_as_float(u)).value, prob.of[half]);
+        return __fmul_rn(evaluate(p, __uint_as_float(g), __uint_as_float(u)).value, prob.of[half]);
     };
     constexpr u32 UPPER = 0xFFFF0000u;
     Words words;
@@ -121,10 +107,7 @@ DEVICE void epilogue_act(const float (&acc)[N8][4], const FragmentRows& rows, u3
         clear_missing(first, second, rows, out.ffn - here);
         slabs[0].put(first);
         if constexpr (GATED) slabs[1].put(second);
-        if (all_near(largest_gates(first, second)))
-            put_activated<NEAR>(slabs[2], found, first, second, prob, out.activation);
-        else
-            put_activated<FAR>(slabs[2], found, first, second, prob, out.activation);
+        put_activated(slabs[2], found, first, second, prob, out.activation);
         __syncwarp();
         const FeaturesThere there(rows, out.ffn - here);
         const FeaturePieces c_pieces = get_pieces(slabs);

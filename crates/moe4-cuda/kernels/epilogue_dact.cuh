@@ -29,13 +29,12 @@ struct PairOfFeatures {
     float value[2], dg[2], du[2];
 };
 
-template <Distance DISTANCE>
 DEVICE PairOfFeatures differentiate(float first, float second, u32 gate, u32 up, float prob,
                                     const ActivationParameters& p) {
     PairOfFeatures out;
 #pragma unroll
     for (u32 i = 0; i < 2; i++) {
-        const Evaluated at = evaluate<DISTANCE>(p, i ? upper(gate) : lower(gate), i ? upper(up) : lower(up));
+        const Evaluated at = evaluate(p, i ? upper(gate) : lower(gate), i ? upper(up) : lower(up));
         const float scaled = __fmul_rn(i ? second : first, prob);
         out.value[i] = at.value;
         out.dg[i] = __fmul_rn(scaled, at.dg), out.du[i] = __fmul_rn(scaled, at.du);
@@ -72,33 +71,6 @@ DEVICE float sum_of_quad(const float (&v)[2]) {
     return __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 2));
 }
 
-// dc of 32 features into the slabs that have c, h if it is asked for into slab 2, and their part of dprob to `sums`.
-template <Distance DISTANCE>
-DEVICE void put_gradients(Slabs slabs, FragmentAmax& found, float (&sums)[2], const float (&dh)[4][4],
-                          const RowValues& prob, const ActivationParameters& p) {
-#pragma unroll
-    for (u32 half = 0; half < 2; half++) {
-        const GatesUps c = get_features(slabs, half);
-        GatesUps dc_words;
-        u32 h_words[4];
-#pragma unroll
-        for (u32 k = 0; k < 4; k++) {
-            const float first = dh[k][2 * half], second = dh[k][2 * half + 1];
-            const PairOfFeatures pair =
-                differentiate<DISTANCE>(first, second, c.gate[k], GATED ? c.up[k] : 0, prob.of[half], p);
-            found.add(dc_words.gate[k] = to_bf16x2(pair.dg[0], pair.dg[1]));
-            if constexpr (GATED) found.add(dc_words.up[k] = to_bf16x2(pair.du[0], pair.du[1]));
-            if constexpr (H_AGAIN)
-                h_words[k] =
-                    to_bf16x2(__fmul_rn(pair.value[0], prob.of[half]), __fmul_rn(pair.value[1], prob.of[half]));
-            sums[half] = __fadd_rn(sums[half], __fmul_rn(pair.value[0], first));
-            sums[half] = __fadd_rn(sums[half], __fmul_rn(pair.value[1], second));
-        }
-        put_features(slabs, half, dc_words);
-        if constexpr (H_AGAIN) slabs[2].put(half, h_words);
-    }
-}
-
 // The fragment's first feature is `feature`, a multiple of 32. `next` is c of its first 32 features; further ones are
 // loaded ahead.
 template <u32 N8>
@@ -120,17 +92,33 @@ DEVICE void epilogue_dact(const float (&acc)[N8][4], const FragmentRows& rows, u
         float dh[4][4];
         with_group<N8 / 4>(group, [&](u32 at) { scale_group<N8>(dh, acc, at, alpha); });
         put_pieces(slabs, next);
-        const bool near = all_near(largest_gates(next));
         next_c.advance();
         next = next_c.load({rows, group + 1 < N8 / 4 && left > GROUP_COLS ? left - GROUP_COLS : 0});
         if (out.dh) store_dh(dh, rows, here, out);
         clear_missing(dh, rows, left);
         __syncwarp();
         float sums[2] = {};
-        if (near)
-            put_gradients<NEAR>(slabs, found, sums, dh, prob, out.activation);
-        else
-            put_gradients<FAR>(slabs, found, sums, dh, prob, out.activation);
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            const GatesUps c = get_features(slabs, half);
+            GatesUps dc_words;
+            u32 h_words[4];
+#pragma unroll
+            for (u32 k = 0; k < 4; k++) {
+                const float first = dh[k][2 * half], second = dh[k][2 * half + 1];
+                const PairOfFeatures pair =
+                    differentiate(first, second, c.gate[k], GATED ? c.up[k] : 0, prob.of[half], out.activation);
+                found.add(dc_words.gate[k] = to_bf16x2(pair.dg[0], pair.dg[1]));
+                if constexpr (GATED) found.add(dc_words.up[k] = to_bf16x2(pair.du[0], pair.du[1]));
+                if constexpr (H_AGAIN)
+                    h_words[k] =
+                        to_bf16x2(__fmul_rn(pair.value[0], prob.of[half]), __fmul_rn(pair.value[1], prob.of[half]));
+                sums[half] = __fadd_rn(sums[half], __fmul_rn(pair.value[0], first));
+                sums[half] = __fadd_rn(sums[half], __fmul_rn(pair.value[1], second));
+            }
+            put_features(slabs, half, dc_words);
+            if constexpr (H_AGAIN) slabs[2].put(half, h_words);
+        }
         const float sum = sum_of_quad(sums);
         if (half_of_sum < 2 && rows.has(half_of_sum)) *dprob = sum;
         dprob += out.rows;

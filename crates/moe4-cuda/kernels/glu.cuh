@@ -12,7 +12,6 @@
 #pragma once
 #include "activation.cuh"
 #include "epilogue.cuh"
-#include "reduce.cuh"
 
 constexpr u32 HALVES = 0, INTERLEAVED = 1, ELEMENTWISE = 2;
 
@@ -98,26 +97,6 @@ struct FeaturePlaces {
 
 DEVICE FeaturePieces load_features(const u16* c, const FragmentRows& rows, u32 feature, u32 ffn) {
     return FeaturePlaces<const u16>(c, rows, feature, ffn).load({rows, ffn > feature ? ffn - feature : 0});
-}
-
-// The largest magnitude of the gates among the pieces, as a packed pair; elementwise ups count as well.
-DEVICE u32 largest_gates(const FeaturePieces& c) {
-    u32 largest = 0;
-    const auto add = [&](const uint4& v) {
-        largest = max_magnitude(max_magnitude(largest, max_magnitude(v.x, v.y)), max_magnitude(v.z, v.w));
-    };
-#pragma unroll
-    for (u32 half = 0; half < 2; half++) {
-        add(c.first.of[half]);
-        if constexpr (LAYOUT == ELEMENTWISE) add(c.second.of[half]);
-    }
-    return largest;
-}
-
-// Whether the short way of the activation will do for all gates of the warp (activation.cuh). NaN takes either.
-DEVICE bool all_near(u32 largest) {
-    if constexpr (!HAS_SHORT_WAY) return false;
-    return !__any_sync(~0u, larger_half(largest) > __float_as_uint(LARGEST_NEAR));
 }
 
 // Slabs 0 and 1 have the two runs.
