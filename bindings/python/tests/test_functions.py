@@ -144,6 +144,11 @@ def test_arrays_of_any_kind() -> None:
         moe4.quantize([[1.0]])
 
 
+def of_shape(q: moe4.QuantizedTensor, rows: int, cols: int) -> Any:
+    shape = torch.Size((rows, cols))
+    return moe4.dequantize(moe4.QuantizedTensor(q.codes, q.scales, q.amax, shape))
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -157,6 +162,10 @@ def test_arrays_of_any_kind() -> None:
         (lambda x: moe4.group_quantize(x, rowwise=False), "expected rowwise, columnwise or both, got neither"),
         (lambda x: moe4.group_quantize(x, [16, 16], amax=torch.ones(3)), r"amax: expected shape \[2\], got \[3\]"),
         (lambda x: moe4.group_quantize(x, [16, 17]), "expected a sum of at most 32"),
+        (lambda x: moe4.group_quantize(x, columnwise=True, rht=1 << 17), "rht: expected a 16-bit sign mask"),
+        (lambda x: moe4.hadamard_amax(x, sign_mask=-1), "sign_mask: expected a 16-bit sign mask"),
+        (lambda x: of_shape(moe4.quantize(x), 10**6, 10**6), r"codes of shape \[1000000, 500000\]: expected"),
+        (lambda x: of_shape(moe4.quantize(x), 2**40, 2**40), "codes of shape"),
     ],
 )
 def test_misuse_is_named(call: Any, message: str) -> None:

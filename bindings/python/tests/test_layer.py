@@ -95,6 +95,12 @@ def test_rows_sorted_by_expert() -> None:
 def test_misuse_is_named() -> None:
     with pytest.raises(ValueError, match=r"top_k: expected 1 to 8 \(num_experts\), got 9"):
         moe4.MoELayer(EXPERTS, H, F, 9)
+    with pytest.raises(ValueError, match="top_k: expected 1 to 8"):
+        moe4.MoELayer(EXPERTS, H, F, 2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"x: expected \[..., {H}\], got shape \[3, 5\]"):
+        build()(torch.zeros(3, 5))
+    with pytest.raises(TypeError, match="x: expected a torch tensor, got NoneType"):
+        build()(None)  # type: ignore[arg-type]
 
 
 def build(group: Any = None) -> moe4.MoELayer:

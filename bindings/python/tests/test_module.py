@@ -329,6 +329,23 @@ def test_quantized_weights_are_kept_for_a_version() -> None:
     assert torch.equal(m(x, SPLITS, prob), m(x, SPLITS, prob, weight_version=1))
 
 
+def test_other_weights_are_no_version_of_the_old_ones() -> None:
+    m, other = layer(), layer()
+    x, prob = inputs()
+
+    def agree() -> bool:
+        return torch.equal(m(x, SPLITS, prob, weight_version=0), m(x, SPLITS, prob))
+
+    for change in (
+        lambda: m.load_state_dict({key: 2 * value for key, value in other.state_dict().items()}),
+        lambda: setattr(m, "w2", torch.nn.Parameter(m.w2.detach() * 3)),
+        lambda: m.float(),
+    ):
+        m(x, SPLITS, prob, weight_version=0)
+        change()
+        assert agree()
+
+
 def test_streams_share_quantized_weights_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[str, str]] = []
 

@@ -250,10 +250,37 @@ def test_weights_changed_in_between() -> None:
                 y.backward(dy)
 
 
+@pytest.mark.parametrize("precision", ["nvfp4", "bf16"])
+@pytest.mark.parametrize("name", ["x", "prob", "w1", "w2"])
+def test_forward_mode_is_refused(name: str, precision: str) -> None:
+    p = problem()
+
+    def call(tensor: Tensor) -> Tensor:
+        q = {**p, name: tensor}
+        return moe4.grouped_mlp(q["x"], SPLITS, q["prob"], q["w1"], q["w2"], precision=precision)
+
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(call, (p[name],), (torch.ones_like(p[name]),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(p[name], torch.ones_like(p[name]))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            call(dual)
+        assert torch.equal(call(p[name]), call(p[name].clone())), "others go on"
+
+
+def test_shapes_without_data() -> None:
+    p = {key: tensor.to("meta") for key, tensor in problem().items() if tensor is not None}
+    y = moe4.grouped_mlp(p["x"], SPLITS, p["prob"], p["w1"], p["w2"])
+    assert y.is_meta and y.shape == p["x"].shape
+
+
 REFUSED = [
     ({"x": lambda t: t.float()}, TypeError, "x: expected dtype torch.bfloat16, got torch.float32; convert it with"),
     ({"x": lambda t: t[:, :32]}, ValueError, r"x: expected shape \[40, 64\], got \[40, 32\]"),
     ({"x": lambda t: t[None]}, ValueError, r"x: expected \[T, H\]"),
+    ({"x": lambda t: t.tolist()}, TypeError, "x: expected a torch tensor, got list"),
+    ({"prob": lambda t: None}, TypeError, "prob: expected a torch tensor, got NoneType"),
+    ({"w2": lambda t: t.tolist()}, TypeError, "w2: expected a torch tensor, got list"),
     ({"prob": lambda t: t[:3]}, ValueError, r"prob: expected shape \[40\], got \[3\]"),
     ({"prob": lambda t: t.long()}, TypeError, "prob: expected a floating dtype, got torch.int64"),
     ({"w1": lambda t: t.half()}, TypeError, "w1: expected torch.bfloat16 or torch.float32, got torch.float16"),
@@ -281,6 +308,12 @@ def test_wrong_tensors_are_named(change: dict[str, Any], kind: type[Exception], 
         ([-1, 0, 0, 0], ValueError, r"splits\[0\]: expected a row count of 0 or more, got -1"),
         ([1, 2, 3], ValueError, "expected 4 experts, got 3"),
         (torch.ones(4), TypeError, "splits: expected an integer dtype, got torch.float32"),
+        (torch.ones(4).double().numpy(), TypeError, "splits: expected an integer dtype, got torch.float64"),
+        ([25.9, 0.9, 13.9, 0], TypeError, r"splits\[0\]: expected an integer, got 25.9"),
+        ([1, True, 0, 0], TypeError, r"splits\[1\]: expected an integer, got True"),
+        ({15, 25, 0, 1}, TypeError, "splits: expected an integer tensor or a sequence of integers, got set"),
+        (40, TypeError, "splits: expected an integer tensor or a sequence of integers, got int"),
+        ([1 << 70, 0, 0, 0], ValueError, r"splits\[0\]: expected a number of rows, got 1180591620717411303424"),
         (torch.ones(4, dtype=torch.int64, device="meta"), ValueError, "splits: expected a tensor on cpu"),
     ],
 )
@@ -303,6 +336,7 @@ def test_wrong_splits_are_named(splits: Any, kind: type[Exception], message: str
         ({"num_experts": 0}, "experts: expected at least 1, got 0"),
         ({"dc_amax": "half"}, "dc_amax: expected exact, bound or separate"),
         ({"fc1_rht": 1 << 16}, "fc1_rht: expected a 16-bit sign mask"),
+        ({"fc2_rht": -1}, "fc2_rht: expected a 16-bit sign mask, 0 to 0xFFFF, got -1"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:

@@ -79,7 +79,7 @@ def save_experts(
         raise ValueError(f"expected names projections or mixtral and tile 16x16 or 1x16, got {names!r} and {tile!r}")
     rows = []
     for prefix, layer in layers.items():
-        weights = _weights(layer)
+        weights = _weights(prefix, layer)
         if weights.b1 is not None or weights.b2 is not None:
             raise ValueError(f"{prefix}: expected experts without biases, for which these formats have no names")
         w1, w2 = (t.detach().to("cpu", torch.bfloat16).contiguous() for t in (weights.w1, weights.w2))
@@ -87,9 +87,11 @@ def save_experts(
     _moe4.write_experts(os.fspath(path), rows, format, names == "mixtral", tile == "16x16")
 
 
-def _weights(layer: Union[GroupedMLP, ExpertWeights]) -> ExpertWeights:
+def _weights(prefix: str, layer: Union[GroupedMLP, ExpertWeights]) -> ExpertWeights:
     if isinstance(layer, ExpertWeights):
         return layer
+    if not isinstance(layer, GroupedMLP):
+        raise TypeError(f"{prefix}: expected a GroupedMLP or ExpertWeights, got {type(layer).__name__}")
     both = (_listed(layer.w1), _listed(layer.w2))
     w1, w2 = (torch.stack(w) if layer.per_expert else w[0] for w in both)
     return ExpertWeights(w1, w2, layer.b1, layer.b2, layer.options.glu_layout)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from numbers import Integral
 from typing import Any, Union
 
 import torch
@@ -35,12 +36,27 @@ def as_tensor(name: str, array: ArrayLike) -> Tensor:
 def as_splits(splits: Splits, device: torch.device) -> Tensor:
     """Splits as int64 ``[E]``, where they are: with the other tensors on ``device``, or on the CPU. Nothing waits."""
     if not isinstance(splits, Tensor):
-        return torch.tensor(list(splits), dtype=torch.int64, device="cpu")
+        if not hasattr(splits, "__dlpack__"):
+            return torch.tensor(_integers(splits), dtype=torch.int64, device="cpu")
+        splits = as_tensor("splits", splits)
     if splits.is_floating_point() or splits.is_complex() or splits.dtype == torch.bool:
         raise TypeError(f"splits: expected an integer dtype, got {splits.dtype}; count rows in torch.int64")
     if splits.device != device and splits.device.type != "cpu":
         raise ValueError(misplaced("splits", splits, device))
     return splits.to(torch.int64).contiguous()
+
+
+def _integers(splits: Iterable[Any]) -> list[int]:
+    """Numbers of rows as they are: nothing is rounded, and nothing without an order is put into one."""
+    if not isinstance(splits, Iterable) or isinstance(splits, (str, Set, Mapping)):
+        raise TypeError(f"splits: expected an integer tensor or a sequence of integers, got {type(splits).__name__}")
+    numbers = list(splits)
+    for at, number in enumerate(numbers):
+        if isinstance(number, bool) or not isinstance(number, (int, Integral, torch.SymInt)):
+            raise TypeError(f"splits[{at}]: expected an integer, got {number!r}")
+        if isinstance(number, int) and abs(number) >= 1 << 63:
+            raise ValueError(f"splits[{at}]: expected a number of rows, got {number}")
+    return numbers
 
 
 def misplaced(name: str, tensor: Tensor, device: torch.device) -> str:
@@ -49,7 +65,9 @@ def misplaced(name: str, tensor: Tensor, device: torch.device) -> str:
 
 
 def expect_known_device(name: str, tensor: Tensor) -> None:
-    """Tells early that there are no kernels for a device."""
+    """Tells early that something is no tensor, or on a device that there are no kernels for."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a torch tensor, got {type(tensor).__name__}")
     if tensor.device.type not in ("cpu", "cuda", "meta"):
         raise NotImplementedError(
             f"{name}: there are kernels for cpu and cuda, got a tensor on {tensor.device}; "

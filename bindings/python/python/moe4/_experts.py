@@ -255,6 +255,21 @@ class GroupedMLP(nn.Module):
                 tensor.record_stream(stream)
         return held.tensors
 
+    # What replaces the weights, or what they hold, ends what is held of them; an optimizer's steps are the version's to tell.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("w1", "w2"):
+            self._held = None
+        super().__setattr__(name, value)
+
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        self._held = None
+        return super()._apply(*arguments, **options)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        self._held = None
+        super()._load_from_state_dict(*arguments, **options)
+
     def __getstate__(self) -> dict[str, Any]:
         """Without quantized weights, which follow from the others, and without gradients that are still to come."""
         return {**self.__dict__, "_held": None, "_delayed": deque(), "_hooks": []}

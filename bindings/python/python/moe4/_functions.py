@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, Optional
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from . import _moe4
 from ._convert import ArrayLike, Splits, as_splits, as_tensor, expect_known_device
+from ._options import expect_mask
 
 DEFAULT_RHT = 0xD7E8
 """The sign mask of the published NVFP4 recipe."""
@@ -109,7 +111,7 @@ def hadamard_amax(
     """
     x = as_tensor("x", x)
     expect_known_device("x", x)
-    return _moe4.hadamard_amax(x, _splits(splits, x), sign_mask)
+    return _moe4.hadamard_amax(x, _splits(splits, x), expect_mask("sign_mask", sign_mask))
 
 
 def group_quantize(
@@ -155,7 +157,7 @@ def group_quantize(
         rows,
         rowwise=rowwise,
         columnwise=columnwise,
-        rht=rht,
+        rht=None if rht is None else expect_mask("rht", rht),
         seed=_seed(rounding, seed),
         stream=stream,
         swizzled=swizzled,
@@ -227,11 +229,13 @@ def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.float32) -
         tokens padded to a multiple of 16, still transformed if there was an RHT.
     """
     q = quantized
+    if not isinstance(q, QuantizedTensor):
+        raise TypeError(f"quantized: expected a QuantizedTensor, got {type(q).__name__}")
     splits = q.splits
     if q.tile == "16x16":
         experts = q.shape[0] if len(q.shape) == 3 else 1
         splits = torch.full((experts,), q.shape[-2], dtype=torch.int64, device="cpu")
-    rows = q.shape.numel() // q.shape[-1] if q.shape[-1] else 0
+    rows = math.prod(q.shape[:-1])
     values = _moe4.dequantize(
         q.codes.contiguous(),
         q.scales.contiguous(),

@@ -55,6 +55,8 @@ def replace_experts(model: nn.Module, **options: Any) -> int:
     Raises:
         ValueError: if there are none, or if they have an activation that moe4 does not.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a module, got {type(model).__name__}")
     found = [(name, module) for name, module in model.named_modules() if _is_experts(module)]
     if not found:
         raise ValueError(

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._collectives import Exchange, all_reduce, all_to_all_equal
+from ._convert import expect_known_device
 from ._experts import GroupedMLP
 from ._routing import by_expert, inverse
 
@@ -58,7 +59,7 @@ class MoELayer(nn.Module):
         **experts: Any,
     ) -> None:
         super().__init__()
-        if not 1 <= top_k <= num_experts:
+        if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k: expected 1 to {num_experts} (num_experts), got {top_k}")
         self.world = 1 if process_group is None else dist.get_world_size(process_group)
         if num_experts % self.world != 0:
@@ -90,6 +91,9 @@ class MoELayer(nn.Module):
                 same. NCCL ends the process instead, from its watchdog.
             ValueError: ``shared`` returned another shape than that of ``x``.
         """
+        expect_known_device("x", x)
+        if x.dim() == 0 or x.shape[-1] != self.router.shape[1]:
+            raise ValueError(f"x: expected [..., {self.router.shape[1]}], got shape {list(x.shape)}")
         shape, tokens = x.shape, x.reshape(-1, x.shape[-1])
         prob, chosen, softmax = self._route(tokens)
         order, counts = by_expert(chosen.flatten(), self.num_experts)

@@ -8,6 +8,7 @@ from typing import Optional, Union
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _moe4, _ops
 from ._autograd import DelayedGradients, run, run_aside
@@ -65,6 +66,8 @@ def grouped_mlp(
     otherwise in each replay.
     """
     first, second = _listed(w1), _listed(w2)
+    for name, tensor in [("x", x), *(("w1", w) for w in first), *(("w2", w) for w in second)]:
+        expect_known_device(name, tensor)
     if x.dim() != 2 or not first or not second:
         raise ValueError(f"x: expected [T, H] and weights of at least one expert, got shape {list(x.shape)}")
     options = Options(
@@ -104,7 +107,8 @@ def apply(
     With ``later`` each backward appends the weights' gradients to it instead of computing them.
     """
     expect_known_device("x", x)
-    if torch.is_autocast_enabled(x.device.type):
+    expect_known_device("prob", prob)
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.bfloat16)
     _check(x, prob, w1, w2, options)
     x, prob = x.contiguous(), prob.to(torch.float32).contiguous()
@@ -115,6 +119,7 @@ def apply(
 
     recording = torch.is_grad_enabled()
     params = [*w1, *w2] + ([b1, b2] if b1 is not None and b2 is not None else [])
+    _refuse_tangents([x, prob, *params])
     weights = recording and any(p.requires_grad for p in params)
     input = recording and (x.requires_grad or (prob.requires_grad and not weights))
 
@@ -143,6 +148,18 @@ def apply(
         x, prob, b1, b2, counted, seed, text, input, weights,
         nvfp4, fused, later, len(w1), len(w2), *w1, *w2, *quantized,
     )  # fmt: skip
+
+
+def _refuse_tangents(tensors: Sequence[Tensor]) -> None:
+    """The operator has no derivative in forward mode; without this, tangents would end here in silence."""
+    if forward_ad._current_level < 0:
+        return
+    tangents = (forward_ad.unpack_dual(tensor).tangent for tensor in tensors)  # type: ignore[no-untyped-call]
+    if any(tangent is not None for tangent in tangents):
+        raise NotImplementedError(
+            "moe4: the grouped MLP has no forward-mode derivative (jvp, jacfwd, dual tensors); use reverse mode, "
+            "or precision='bf16' experts written in torch where it is needed"
+        )
 
 
 def quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, Optional, Union
+from typing import Literal, Optional
 
 from . import _moe4
 
@@ -58,8 +58,8 @@ class Options:
             "bias": str(self.bias).lower(),
             "precision": self.precision,
             "recompute": str(self.recompute).lower(),
-            "fc1_rht": _mask(self.fc1_rht),
-            "fc2_rht": _mask(self.fc2_rht),
+            "fc1_rht": _mask("fc1_rht", self.fc1_rht),
+            "fc2_rht": _mask("fc2_rht", self.fc2_rht),
             "gradient_rounding": self.gradient_rounding,
             "dc_amax": self.dc_amax,
         }
@@ -71,8 +71,17 @@ class Options:
         return text
 
 
-def _mask(mask: Optional[int]) -> Union[str, int]:
-    return "off" if mask is None else f"0x{mask:04X}"
+def expect_mask(name: str, mask: int) -> int:
+    """A sign mask of the Hadamard transform."""
+    if isinstance(mask, bool) or not isinstance(mask, int):
+        raise TypeError(f"{name}: expected a 16-bit sign mask, got {mask!r}")
+    if not 0 <= mask < 1 << 16:
+        raise ValueError(f"{name}: expected a 16-bit sign mask, 0 to 0xFFFF, got {mask}")
+    return mask
+
+
+def _mask(name: str, mask: Optional[int]) -> str:
+    return "off" if mask is None else f"0x{expect_mask(name, mask):04X}"
 
 
 @lru_cache(maxsize=4096)

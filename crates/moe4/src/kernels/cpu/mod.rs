@@ -47,7 +47,7 @@ pub use isa::Isa;
 
 use super::contract::*;
 use super::memory::Host;
-use super::{Backend, Capabilities, Element, Error};
+use super::{Backend, Capabilities, DeviceError, Element, Error};
 use crate::tensor::Groups;
 use rayon::prelude::*;
 use std::mem::MaybeUninit;
@@ -80,13 +80,18 @@ impl Cpu {
 }
 
 /// `len` zeros, written by all cores: what one core clears, the others wait for.
-fn zeros<T: Element>(len: usize) -> Vec<T> {
-    let mut buffer = Vec::<T>::with_capacity(len);
+fn zeros<T: Element>(len: usize) -> Result<Vec<T>, Error> {
+    let mut buffer = Vec::<T>::new();
+    buffer.try_reserve_exact(len).map_err(|e| DeviceError {
+        device: "cpu".into(),
+        call: format!("an allocation of {len} elements of {} bytes", size_of::<T>()),
+        reason: e.to_string(),
+    })?;
     let spare = &mut buffer.spare_capacity_mut()[..len];
     spare.par_chunks_mut(CLEARED_AT_ONCE).for_each(|part| part.fill(MaybeUninit::new(T::default())));
     // SAFETY: every element up to `len` has just been written.
     unsafe { buffer.set_len(len) };
-    buffer
+    Ok(buffer)
 }
 
 /// Elements that a core clears at a time.
@@ -111,7 +116,7 @@ impl Backend for Cpu {
         Ok(groups.clone())
     }
     fn empty<T: Element>(&self, len: usize) -> Result<Vec<T>, Error> {
-        Ok(zeros(len))
+        zeros(len)
     }
     fn duplicate<T: Element>(&self, x: &[T]) -> Result<Vec<T>, Error> {
         Ok(x.to_vec())
