@@ -187,3 +187,16 @@ impl Backend for Cpu {
         rows::unpermute(pass)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_is_not_there_is_an_error() {
+        for len in [1 << 50, usize::MAX / 4] {
+            let error = Cpu::new().empty::<f32>(len).expect_err("no machine has it").to_string();
+            assert!(error.contains(&format!("an allocation of {len} elements of 4 bytes failed")), "{error}");
+        }
+    }
+}
