@@ -74,7 +74,7 @@ pub(crate) struct ReplayArgs {
     /// Also write the inputs and every intermediate tensor.
     #[arg(long)]
     intermediates: bool,
-    /// Compare with the tensors of this file; name the first that is off by more than rounding, and fail.
+    /// Compare with the tensors of this file; fail if one is off by more than rounding, and name the first.
     #[arg(long, value_name = "EXPECTED.safetensors")]
     compare: Option<PathBuf>,
 }
