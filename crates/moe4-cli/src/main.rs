@@ -106,7 +106,7 @@ fn describe(error: &anyhow::Error) -> String {
 }
 
 fn fail(message: &str) -> ExitCode {
-    // A file name or a tensor name can hold a line break; the message stays one line.
+    // A file's name or a cause can hold a line break; the message stays one line.
     let line = format!("error: {}\n", message.replace(char::is_control, " "));
     // Nobody is left to be told if standard error is closed.
     std::io::stderr().write_all(line.as_bytes()).ok();

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use anyhow::{Result, bail};
-use moe4::checkpoint::{Dtype, TensorFile, TensorSpec};
+use moe4::checkpoint::{Dtype, TensorFile, TensorSpec, printable};
 use moe4::numerics::BLOCK;
 use moe4::tensor::{Groups, Tile};
 
@@ -55,8 +55,10 @@ impl Plan {
             }
             let live = groups.last().map_or(0, |group| group.rows.end);
             if live < rows {
-                plan.left_out
-                    .push(format!("left out: rows {live}..{rows} of {name}, past the sum of --splits"));
+                plan.left_out.push(format!(
+                    "left out: rows {live}..{rows} of {}, past the sum of --splits",
+                    printable(name)
+                ));
             }
             let bytes = (rows * cols * info.dtype.bitsize() / 8) as u64;
             plan.jobs.push(Job { name: name.clone(), dtype: info.dtype, cols, bytes, groups });
@@ -69,8 +71,9 @@ impl Plan {
 
     /// What is not in the output and why, one line each.
     pub(super) fn notices(&self) -> impl Iterator<Item = String> + '_ {
-        let skipped =
-            |(reason, names): (&&str, &Vec<String>)| format!("skipped ({reason}): {}", names.join(", "));
+        let skipped = |(reason, names): (&&str, &Vec<String>)| {
+            format!("skipped ({reason}): {}", printable(&names.join(", ")))
+        };
         self.skipped.iter().map(skipped).chain(self.left_out.iter().cloned())
     }
 
@@ -112,7 +115,8 @@ fn groups(name: &str, rows: usize, settings: &Settings) -> Result<Vec<Group>> {
     let Some(splits) = &settings.splits else {
         return Ok(vec![Group { prefix: name.into(), rows: 0..rows }]);
     };
-    let groups = Groups::new(splits, rows).map_err(|error| anyhow::anyhow!("tensor '{name}': {error}"))?;
+    let groups = Groups::new(splits, rows)
+        .map_err(|error| anyhow::anyhow!("tensor '{}': {error}", printable(name)))?;
     let group = |expert| Group { prefix: format!("{name}.{expert}"), rows: groups.range(expert) };
     Ok((0..groups.experts()).map(group).collect())
 }
@@ -120,8 +124,9 @@ fn groups(name: &str, rows: usize, settings: &Settings) -> Result<Vec<Group>> {
 fn check_rht(name: &str, dtype: Dtype, settings: &Settings) -> Result<()> {
     if settings.rht.is_some() && dtype != Dtype::BF16 {
         bail!(
-            "tensor '{name}' is {dtype}, and the RHT is defined on BF16 only: its result is rounded to BF16, \
-             which would lose bits of {dtype} input; pass --rht off, or convert the tensor to BF16"
+            "tensor '{}' is {dtype}, and the RHT is defined on BF16 only: its result is rounded to BF16, \
+             which would lose bits of {dtype} input; pass --rht off, or convert the tensor to BF16",
+            printable(name)
         );
     }
     Ok(())
@@ -136,7 +141,8 @@ fn check_dims(name: &str, rows: usize, cols: usize, settings: &Settings) -> Resu
         }
         let blocks = if square { "16x16 tiles" } else { "blocks of 16" };
         bail!(
-            "tensor '{name}' [{rows}, {cols}]: dim {dim} is {size}, expected a multiple of 16 for {blocks}; pad it with zeros"
+            "tensor '{}' [{rows}, {cols}]: dim {dim} is {size}, expected a multiple of 16 for {blocks}; pad it with zeros",
+            printable(name)
         );
     };
     if square {

@@ -23,7 +23,7 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 use half::bf16;
-use moe4::checkpoint::TensorFile;
+use moe4::checkpoint::{TensorFile, printable};
 use moe4::numerics::e2m1;
 use moe4::tensor::Groups;
 
@@ -183,7 +183,7 @@ pub(super) fn compare(computed: &[Tensor], expected: &mut TensorFile, groups: &G
         bail!(
             "{} has no tensor to compare with; it has: {}",
             expected.path().display(),
-            expected.names().join(", ")
+            printable(&expected.names().join(", "))
         );
     }
     Ok(Comparison { report: report(&differences), fault: fault(&differences, expected.path()) })

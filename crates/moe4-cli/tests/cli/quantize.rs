@@ -227,6 +227,24 @@ fn the_table_tells_shape_error_and_what_was_left_out() {
     run.fails_with(&["no 2-D tensor"]);
 }
 
+#[test]
+fn control_characters_in_names_reach_no_terminal() {
+    let space = Workspace::new();
+    let (first, second) = ("a\n\u{1b}[2Jb", "s\t\u{9b}");
+    let specs = [TensorSpec::new(first, Dtype::BF16, &[16, 16]), TensorSpec::new(second, Dtype::BF16, &[16])];
+    let mut writer = TensorWriter::create(space.path("in"), &specs, &[]).unwrap();
+    writer.write(first, &ramp(16, 16)).unwrap();
+    writer.write(second, &ramp(1, 16)).unwrap();
+    writer.finish().unwrap();
+    let stdout = space.moe4(&["quantize", "in", "-o", "out"]).succeeds().stdout;
+    assert!(stdout.contains(r"a\n\u{1b}[2Jb ") && stdout.contains(r"s\t\u{9b}"), "{stdout}");
+    assert!(!stdout.replace('\n', "").contains(char::is_control), "{stdout:?}");
+    // In the output the name is what it was.
+    assert!(space.open("out").contains(&format!("{first}.codes")));
+    let run = space.moe4(&["replay", "in", "-o", "out", "--activation", "srelu"]);
+    run.fails_with(&["has no tensor 'x'", r"a\n\u{1b}[2Jb", r"s\t\u{9b}"]);
+}
+
 /// Runs that must fail, leave the folder as it was, and say these parts.
 fn refused(space: &Workspace, arguments: &[&str], parts: &[&str]) {
     let before = space.files();
@@ -262,7 +280,7 @@ fn bad_arguments_are_refused_in_one_line() {
 fn bad_tensors_are_refused_in_one_line() {
     let space = Workspace::new();
     space.write("odd.safetensors", "a\nb", Dtype::BF16, &[16, 17], &ramp(16, 17));
-    refused(&space, &["quantize", "odd.safetensors", "-o", "out"], &["'a b' [16, 17]", "dim 1 is 17"]);
+    refused(&space, &["quantize", "odd.safetensors", "-o", "out"], &[r"'a\nb' [16, 17]", "dim 1 is 17"]);
     space.write("f32.safetensors", "w", Dtype::F32, &[16, 16], &[1.0_f32; 256]);
     let columnwise = ["quantize", "f32.safetensors", "-o", "out", "--axis", "columnwise"];
     refused(&space, &columnwise, &["'w' is F32", "BF16 only", "--rht off"]);

@@ -20,7 +20,7 @@ use std::fmt;
 use half::bf16;
 use safetensors::Dtype;
 
-use super::{CheckpointError, ModelFiles};
+use super::{CheckpointError, ModelFiles, printable};
 use crate::numerics::scale::{self, RANGE};
 use crate::numerics::{BLOCK, e2m1, e4m3};
 
@@ -253,7 +253,8 @@ impl ExpertLayer {
         } else if b == factor * c && a == d {
             (true, d, c)
         } else {
-            let problem = format!("its shape {:?} does not go with {:?} of '{down}'", [a, b], [c, d]);
+            let problem =
+                format!("its shape {:?} does not go with {:?} of '{}'", [a, b], [c, d], printable(&down));
             return Err(bad(files, &up, problem));
         };
         if experts != experts_down {
