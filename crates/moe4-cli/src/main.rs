@@ -1,6 +1,7 @@
 //! `moe4`: mixture-of-experts training in NVFP4 on the command line.
 //!
-//! Whatever goes wrong ends in one line on standard error and exit code 1; results go to standard output.
+//! Whatever goes wrong ends in one line on standard error and exit code 1; notes go there too, results go to standard
+//! output.
 
 #![forbid(unsafe_code)]
 

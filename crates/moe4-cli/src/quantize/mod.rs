@@ -180,7 +180,11 @@ pub(crate) fn run(args: QuantizeArgs) -> Result<()> {
     for notice in plan.notices() {
         text.push_str(&format!("{notice}\n"));
     }
-    output::print(&text)
+    output::print(&text)?;
+    if let Some(note) = plan.note(&settings) {
+        output::note(&note);
+    }
+    Ok(())
 }
 
 /// A tensor as `f32`, which holds every F16 and BF16 value exactly.

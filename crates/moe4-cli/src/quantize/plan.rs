@@ -55,26 +55,35 @@ impl Plan {
             }
             let live = groups.last().map_or(0, |group| group.rows.end);
             if live < rows {
-                plan.left_out.push(format!(
-                    "left out: rows {live}..{rows} of {}, past the sum of --splits",
-                    printable(name)
-                ));
+                plan.left_out.push(format!("rows {live}..{rows} of {}", printable(name)));
             }
             let bytes = (rows * cols * info.dtype.bitsize() / 8) as u64;
             plan.jobs.push(Job { name: name.clone(), dtype: info.dtype, cols, bytes, groups });
         }
         if plan.jobs.is_empty() {
-            bail!("{} has no 2-D tensor of dtype F32, F16 or BF16", input.path().display());
+            bail!(
+                "{} has no 2-D tensor of dtype F32, F16 or BF16 to quantize; it has: {}",
+                input.path().display(),
+                kinds(input)?
+            );
         }
         Ok(plan)
     }
 
-    /// What is not in the output and why, one line each.
+    /// Tensors that are not in the output and why, one line each.
     pub(super) fn notices(&self) -> impl Iterator<Item = String> + '_ {
         let skipped = |(reason, names): (&&str, &Vec<String>)| {
             format!("skipped ({reason}): {}", printable(&names.join(", ")))
         };
-        self.skipped.iter().map(skipped).chain(self.left_out.iter().cloned())
+        self.skipped.iter().map(skipped)
+    }
+
+    /// Rows that are not in the output and why, in one line; `None` if all are.
+    pub(super) fn note(&self, settings: &Settings) -> Option<String> {
+        let splits = settings.splits.as_ref().filter(|_| !self.left_out.is_empty())?;
+        let sum: usize = splits.iter().sum();
+        let rows = self.left_out.join(", ");
+        Some(format!("--splits sum to {sum}; past that no expert has rows, so these are left out: {rows}"))
     }
 
     pub(super) fn input_bytes(&self) -> u64 {
@@ -109,6 +118,17 @@ pub(super) fn output_dims(rows: usize, cols: usize, axis: Axis) -> (usize, usize
         Axis::Rowwise => (rows, cols),
         Axis::Columnwise => (cols, rows.next_multiple_of(BLOCK)),
     }
+}
+
+/// What a file holds, such as `2 of F32 1-D, 1 of U8 2-D`.
+fn kinds(input: &TensorFile) -> Result<String> {
+    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+    for name in input.names() {
+        let info = input.info(name)?;
+        *counts.entry(format!("{} {}-D", info.dtype, info.shape.len())).or_default() += 1;
+    }
+    let kinds: Vec<_> = counts.iter().map(|(kind, count)| format!("{count} of {kind}")).collect();
+    Ok(if kinds.is_empty() { "none".into() } else { kinds.join(", ") })
 }
 
 fn groups(name: &str, rows: usize, settings: &Settings) -> Result<Vec<Group>> {

@@ -117,6 +117,12 @@ pub(crate) fn run(args: ReplayArgs) -> Result<()> {
     write(&args.output, &written)?;
     let report = compared.as_ref().map_or("", |compared| &compared.report);
     output::print(&format!("{outcome}{report}"))?;
+    let (live, rows) = (computed.groups.live_rows(), computed.groups.rows());
+    if live < rows {
+        output::note(&format!(
+            "splits sum to {live} of {rows} rows; rows {live}..{rows} belong to no expert and count as zeros"
+        ));
+    }
     // Last: the table and the output file are what a wrong tensor is looked into with.
     match compared.and_then(|compared| compared.fault) {
         Some(fault) => bail!(fault),

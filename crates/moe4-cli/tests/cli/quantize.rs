@@ -220,11 +220,18 @@ fn the_table_tells_shape_error_and_what_was_left_out() {
     let space = Workspace::new();
     space.write("x.safetensors", "x", Dtype::BF16, &[20, 16], &ramp(20, 16));
     let run = space.moe4(&["quantize", "x.safetensors", "-o", "out", "--splits", "12,4"]).succeeds();
-    for part in ["x.0", "[12, 16]", "x.1", "SQNR dB", "left out: rows 16..20 of x"] {
+    for part in ["x.0", "[12, 16]", "x.1", "SQNR dB"] {
         assert!(run.stdout.contains(part), "expected '{part}' in: {}", run.stdout);
     }
+    let [note] = &run.notes[..] else { panic!("expected one note, got {:?}", run.notes) };
+    assert!(note.contains("sum to 16;") && note.ends_with("left out: rows 16..20 of x"), "{note}");
+    let run = space.moe4(&["quantize", "x.safetensors", "-o", "whole", "--splits", "12,8"]).succeeds();
+    assert!(run.notes.is_empty(), "{:?}", run.notes);
     let run = space.moe4(&["quantize", "out", "-o", "again"]);
-    run.fails_with(&["no 2-D tensor"]);
+    run.fails_with(&[
+        "no 2-D tensor of dtype F32, F16 or BF16",
+        "it has: 2 of F32 1-D, 2 of F8_E4M3 2-D, 2 of U8 2-D",
+    ]);
 }
 
 #[test]
@@ -297,7 +304,13 @@ fn bad_tensors_are_refused_in_one_line() {
     let columnwise = ["quantize", "huge.safetensors", "-o", "out", "--axis", "columnwise", "--rht", "0"];
     refused(&space, &columnwise, &["exceeds the range of BF16"]);
     space.write("empty.safetensors", "splits", Dtype::I64, &[1], &[1_i64]);
-    refused(&space, &["quantize", "empty.safetensors", "-o", "out"], &["no 2-D tensor"]);
+    refused(
+        &space,
+        &["quantize", "empty.safetensors", "-o", "out"],
+        &["no 2-D tensor", "it has: 1 of I64 1-D"],
+    );
+    TensorWriter::create(space.path("none.safetensors"), &[], &[]).unwrap().finish().unwrap();
+    refused(&space, &["quantize", "none.safetensors", "-o", "out"], &["no 2-D tensor", "it has: none"]);
 }
 
 #[test]

@@ -265,7 +265,9 @@ fn values_that_are_not_finite_are_refused_where_they_are_read() {
     // Row 19 is past the sum of the splits.
     let outputs = |capture: &Capture| {
         let space = Workspace::new();
-        capture.replay(&space, &[]).succeeds();
+        let notes = capture.replay(&space, &[]).succeeds().notes;
+        let [note] = &notes[..] else { panic!("expected one note, got {notes:?}") };
+        assert!(note.contains("splits sum to 19 of 20 rows; rows 19..20 belong to no expert"), "{note}");
         fs::read(space.path("out")).unwrap()
     };
     let mut capture = Capture::new();
