@@ -93,14 +93,14 @@ def test_faults_are_named(tmp_path: pathlib.Path) -> None:
         with pytest.raises(ValueError, match=match):
             moe4.load_experts(path)
 
-    refused(f"'{name}'.*the tensor misses", {name: None})
+    refused(f"'{name}'.*the tensor is missing", {name: None})
     refused(f"'{name}'.*expected dtype F8_E4M3, got F8_E5M2", {name: torch.ones(F, H // 16).to(torch.float8_e5m2)})
     refused(f"'{name}'.*expected shape.*swizzled", {name: good[name].flatten()})
     nan = good[name].view(torch.uint8).clone()
     nan[1, 2] = 0x7F
     refused(rf"'{name}'.*scale \[1, 2\] is NaN", {name: nan.view(torch.float8_e4m3fn)})
     safetensors.torch.save_file(good, path)
-    with pytest.raises(ValueError, match=r"'mlp.experts.3.down_proj.weight'.*expert 3 misses: expected 4"):
+    with pytest.raises(ValueError, match=r"'mlp.experts.3.down_proj.weight'.*expert 3 is missing: expected 4"):
         moe4.load_experts(path, num_experts=4)
     with pytest.raises(OSError, match="none"):
         moe4.load_experts(tmp_path / "none")

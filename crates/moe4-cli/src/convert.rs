@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use anyhow::Result;
 use clap::{Args, ValueEnum};
-use moe4::checkpoint::{ConvertProgress, Converted, ExpertFormat, ModelFiles, convert};
+use moe4::checkpoint::{ConvertProgress, Converted, ExpertFormat, ModelFiles, convert, printable};
 use moe4::tensor::Tile;
 
 use crate::output;
@@ -65,7 +65,7 @@ pub(crate) fn run(args: ConvertArgs) -> Result<()> {
     let mut show = |progress: ConvertProgress<'_>| {
         bar.set_length(progress.total);
         bar.set_position(progress.done);
-        bar.set_message(progress.tensor.to_owned());
+        bar.set_message(printable(progress.tensor).into_owned());
         !interrupted.load(Ordering::Relaxed)
     };
     let done = convert(&mut files, &args.output, to, tile, &mut show);

@@ -1,6 +1,7 @@
 //! `moe4`: mixture-of-experts training in NVFP4 on the command line.
 //!
-//! Whatever goes wrong ends in one line on standard error and exit code 1; results go to standard output.
+//! Whatever goes wrong ends in one line on standard error and exit code 1; notes go there too, results go to standard
+//! output.
 
 #![forbid(unsafe_code)]
 
@@ -106,7 +107,7 @@ fn describe(error: &anyhow::Error) -> String {
 }
 
 fn fail(message: &str) -> ExitCode {
-    // A file name or a tensor name can hold a line break; the message stays one line.
+    // A file's name or a cause can hold a line break; the message stays one line.
     let line = format!("error: {}\n", message.replace(char::is_control, " "));
     // Nobody is left to be told if standard error is closed.
     std::io::stderr().write_all(line.as_bytes()).ok();

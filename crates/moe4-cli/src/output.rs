@@ -1,4 +1,4 @@
-//! Text for people: tables on standard output, progress on standard error.
+//! Text for people: tables on standard output, notes and progress on standard error.
 
 use std::io::{self, ErrorKind, Write};
 use std::path::Path;
@@ -17,6 +17,12 @@ pub(crate) fn print(text: &str) -> Result<()> {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
         other => other.context("cannot write to standard output"),
     }
+}
+
+/// Tells on standard error, in one line, what a reader of the results would not expect.
+pub(crate) fn note(text: &str) {
+    // Nobody is left to be told if standard error is closed.
+    io::stderr().write_all(format!("note: {text}\n").as_bytes()).ok();
 }
 
 /// A table with these column heads; the first `left` columns hold text, the others numbers.

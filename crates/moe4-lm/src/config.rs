@@ -252,14 +252,10 @@ impl ModelConfig {
             let expected = format!("from 1 to the number of experts ({})", self.experts);
             return Err(Error::setting("top_k", self.top_k, expected));
         }
-        if self.parameters().is_none_or(|parameters| parameters > MAX_PARAMETERS) {
-            return Err(Error::setting(
-                "the number of parameters",
-                "larger",
-                format!("at most {MAX_PARAMETERS}"),
-            ));
+        match self.parameters() {
+            Some(parameters) if parameters <= MAX_PARAMETERS => Ok(()),
+            got => Err(Error::TooManyParameters { got, most: MAX_PARAMETERS }),
         }
-        Ok(())
     }
 
     /// Number of trained values; None if it overflows.

@@ -16,6 +16,17 @@ pub enum Error {
         /// What the setting allows.
         expected: String,
     },
+    /// The settings ask for a model larger than can be trained here.
+    #[error(
+        "expected a model of at most {most} parameters, got {}: make --hidden, --ffn, --experts or --layers smaller",
+        got.map_or_else(|| format!("more than {}", usize::MAX), |got| got.to_string())
+    )]
+    TooManyParameters {
+        /// Parameters of the model; None if the number overflows.
+        got: Option<usize>,
+        /// The largest number allowed.
+        most: usize,
+    },
     /// A graph was run backward a second time.
     #[error("the experts' backward pass ran twice over one forward pass; run the forward pass again")]
     Reused,

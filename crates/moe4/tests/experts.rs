@@ -297,10 +297,10 @@ fn faults_are_named_with_their_tensor() {
     };
     for part in ["weight", "weight_scale", "weight_scale_2"] {
         let name = format!("{up}.{part}");
-        contains(refused(|t| drop(t.remove(&name))), &[&name, "the tensor misses"]);
+        contains(refused(|t| drop(t.remove(&name))), &[&name, "the tensor is missing"]);
     }
     let whole = |t: &mut Tensors| t.retain(|name, _| !name.starts_with("layers.0.experts.1."));
-    contains(refused(whole), &["layers.0.experts.1.gate_proj.weight'", "the tensor misses"]);
+    contains(refused(whole), &["layers.0.experts.1.gate_proj.weight'", "the tensor is missing"]);
     let scales = FFN * HIDDEN / 16;
     let e5m2 = set("weight_scale", (Dtype::F8_E5M2, vec![FFN, HIDDEN / 16], vec![0x38; scales]));
     contains(e5m2, &["up_proj.weight_scale'", "expected dtype F8_E4M3, got F8_E5M2"]);
@@ -310,9 +310,19 @@ fn faults_are_named_with_their_tensor() {
     nan[2 * 2 + 1] = 0xFF;
     let nan = set("weight_scale", (Dtype::F8_E4M3, vec![FFN, HIDDEN / 16], nan));
     contains(nan, &["up_proj.weight_scale'", "scale [2, 1] is NaN"]);
-    for bad in [f32::NAN, f32::INFINITY, -1.0] {
+    let mut negative = vec![0x38; scales];
+    negative[7] = 0xB8;
+    let negative = set("weight_scale", (Dtype::F8_E4M3, vec![FFN, HIDDEN / 16], negative));
+    contains(negative, &["up_proj.weight_scale'", "scale [3, 1] is -1; expected 0 or more"]);
+    for bad in [f32::NAN, f32::INFINITY, -1.0, 0.0, -0.0] {
         let message = set("weight_scale_2", (Dtype::F32, vec![], bytes(&[bad])));
         contains(message, &["up_proj.weight_scale_2'", "expected a finite, positive number"]);
+    }
+    for number in ["99999999999999999999", "65536", "007", "+5", "-1"] {
+        let name = format!("layers.0.experts.{number}.up_proj.weight");
+        let extra = (Dtype::BF16, vec![16], bytes(&values(1, 16)));
+        let message = refused(|t| drop(t.insert(name.clone(), extra)));
+        contains(message, &[&format!("'{name}'"), "from 0 to 65535", &format!("got {number};")]);
     }
     let codes = set("weight", (Dtype::I8, vec![FFN, HIDDEN / 2], vec![0; FFN * HIDDEN / 2]));
     contains(codes, &["up_proj.weight'", "expected dtype U8, got I8"]);
@@ -323,6 +333,37 @@ fn faults_are_named_with_their_tensor() {
         drop(t.insert("layers.0.experts.down_proj".into(), (Dtype::BF16, vec![EXPERTS, HIDDEN, FFN], data)));
     };
     contains(refused(fused), &["layers.0.experts.0'", "fused and per-expert"]);
+}
+
+#[test]
+fn zeros_are_no_damage() {
+    let root = tempfile::tempdir().unwrap();
+    let place = |name: &str| root.path().join(name);
+    let mut tensors = layer("layers.0", PROJECTIONS);
+    for name in PROJECTIONS {
+        let weight = tensors.get_mut(&format!("layers.0.experts.1.{name}.weight")).unwrap();
+        weight.2 = bytes(&[bf16::NEG_ZERO; FFN * HIDDEN]);
+    }
+    write(&place("plain"), &tensors);
+    to(&place("plain"), &place("modelopt"), ExpertFormat::ModelOpt, Tile::Row16).unwrap();
+    // Zero scales of the other sign.
+    let mut stored = read(&place("modelopt"));
+    let up = "layers.0.experts.1.up_proj";
+    assert_eq!(f32_of(&stored, &format!("{up}.weight_scale_2")), 0.0);
+    stored.get_mut(&format!("{up}.weight_scale")).unwrap().2.fill(0x80);
+    write(&place("modelopt"), &stored);
+    to(&place("modelopt"), &place("ct"), ExpertFormat::CompressedTensors, Tile::Row16).unwrap();
+    to(&place("ct"), &place("back"), ExpertFormat::Bf16, Tile::Row16).unwrap();
+    let back = read(&place("back"));
+    let values: &[bf16] = bytemuck::cast_slice(&back[&format!("{up}.weight")].2);
+    assert!(values.iter().all(|value| *value == bf16::ZERO));
+
+    let global = format!("{up}.weight_global_scale");
+    let mut stored = read(&place("ct"));
+    stored.get_mut(&global).unwrap().2 = bytes(&[0.0_f32]);
+    write(&place("ct"), &stored);
+    let message = to(&place("ct"), &place("no"), ExpertFormat::Bf16, Tile::Row16).unwrap_err().to_string();
+    assert!(message.contains(&global) && message.contains("positive number, got 0"), "{message}");
 }
 
 #[test]
@@ -379,7 +420,7 @@ fn another_number_of_experts_is_refused() {
     found.expect_experts(&files, EXPERTS).unwrap();
     let message = found.expect_experts(&files, 4).unwrap_err().to_string();
     assert!(
-        message.contains("layers.0.experts.3.w2.weight") && message.contains("expert 3 misses"),
+        message.contains("layers.0.experts.3.w2.weight") && message.contains("expert 3 is missing"),
         "{message}"
     );
     let message = found.expect_experts(&files, 2).unwrap_err().to_string();

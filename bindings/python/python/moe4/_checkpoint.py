@@ -49,7 +49,7 @@ def load_experts(
         The weights of each layer by its prefix. Values of NVFP4 files are rounded to bfloat16 once.
 
     Raises:
-        ValueError: names the tensor that misses, is too many, damaged, or of another dtype or shape than expected.
+        ValueError: names the tensor that is missing, too many, damaged, or of another dtype or shape than expected.
     """
     file = os.fspath(path)
     prefixes = [found[0] for found in _moe4.find_experts(file)] if prefix is None else [prefix]

@@ -111,8 +111,8 @@ impl PlanArgs {
             bail!("--rht and --dc-amax have a meaning only with --precision nvfp4");
         }
         for (option, size) in [("--experts", self.experts), ("--hidden", self.hidden), ("--ffn", self.ffn)] {
-            if size > 1 << 16 {
-                bail!("{option}: expected at most {}, got {size}", 1 << 16);
+            if !(1..=1 << 16).contains(&size) {
+                bail!("{option}: expected 1 to {}, got {size}", 1 << 16);
             }
         }
         if self.top_k == 0 || self.top_k > self.experts {

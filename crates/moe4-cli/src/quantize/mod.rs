@@ -25,7 +25,7 @@ use std::sync::atomic::Ordering;
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use half::{bf16, f16};
-use moe4::checkpoint::{Dtype, TensorFile, TensorWriter};
+use moe4::checkpoint::{Dtype, TensorFile, TensorWriter, printable};
 use moe4::numerics::hadamard::SignMask;
 use moe4::numerics::rounding::RandomStream;
 use moe4::tensor::Tile;
@@ -156,11 +156,11 @@ pub(crate) fn run(args: QuantizeArgs) -> Result<()> {
     let progress = output::byte_progress(plan.input_bytes());
     let mut rows = Vec::new();
     for job in &plan.jobs {
-        progress.set_message(job.name.clone());
+        progress.set_message(printable(&job.name).into_owned());
         let values = read_values(&mut input, job)?;
         for group in &job.groups {
             if interrupted.load(Ordering::Relaxed) {
-                bail!("interrupted at tensor '{}'; nothing was written", job.name);
+                bail!("interrupted at tensor '{}'; nothing was written", printable(&job.name));
             }
             let elements = &values[group.rows.start * job.cols..group.rows.end * job.cols];
             let place = |index: usize| (group.rows.start + index / job.cols.max(1), index % job.cols.max(1));
@@ -180,7 +180,11 @@ pub(crate) fn run(args: QuantizeArgs) -> Result<()> {
     for notice in plan.notices() {
         text.push_str(&format!("{notice}\n"));
     }
-    output::print(&text)
+    output::print(&text)?;
+    if let Some(note) = plan.note(&settings) {
+        output::note(&note);
+    }
+    Ok(())
 }
 
 /// A tensor as `f32`, which holds every F16 and BF16 value exactly.
@@ -212,7 +216,7 @@ fn table_row(prefix: &str, operand: &Operand, encoded: &Encoded) -> Vec<String> 
     let error = encoded.relative_error(operand);
     let sqnr = if error == 0.0 { "exact".into() } else { format!("{:.2}", -20.0 * error.log10()) };
     vec![
-        prefix.into(),
+        printable(prefix).into_owned(),
         output::shape(&[operand.rows, operand.cols]),
         output::number(encoded.amax),
         format!("{error:.5}"),

@@ -4,6 +4,7 @@
 
 use std::path::Path;
 
+use moe4::checkpoint::printable;
 use moe4::numerics::BLOCK;
 use moe4::numerics::hadamard::{SignMask, rht};
 use rayon::prelude::*;
@@ -58,7 +59,7 @@ impl Fault {
         path: &Path,
         place: impl Fn(usize) -> (usize, usize),
     ) -> anyhow::Error {
-        let path = path.display();
+        let (name, path) = (printable(name), path.display());
         match self {
             Fault::NotFinite { index, value } => {
                 let (row, column) = place(index);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use anyhow::{Result, bail};
-use moe4::checkpoint::{Dtype, TensorFile, TensorSpec};
+use moe4::checkpoint::{Dtype, TensorFile, TensorSpec, printable};
 use moe4::numerics::BLOCK;
 use moe4::tensor::{Groups, Tile};
 
@@ -55,23 +55,35 @@ impl Plan {
             }
             let live = groups.last().map_or(0, |group| group.rows.end);
             if live < rows {
-                plan.left_out
-                    .push(format!("left out: rows {live}..{rows} of {name}, past the sum of --splits"));
+                plan.left_out.push(format!("rows {live}..{rows} of {}", printable(name)));
             }
             let bytes = (rows * cols * info.dtype.bitsize() / 8) as u64;
             plan.jobs.push(Job { name: name.clone(), dtype: info.dtype, cols, bytes, groups });
         }
         if plan.jobs.is_empty() {
-            bail!("{} has no 2-D tensor of dtype F32, F16 or BF16", input.path().display());
+            bail!(
+                "{} has no 2-D tensor of dtype F32, F16 or BF16 to quantize; it has: {}",
+                input.path().display(),
+                kinds(input)?
+            );
         }
         Ok(plan)
     }
 
-    /// What is not in the output and why, one line each.
+    /// Tensors that are not in the output and why, one line each.
     pub(super) fn notices(&self) -> impl Iterator<Item = String> + '_ {
-        let skipped =
-            |(reason, names): (&&str, &Vec<String>)| format!("skipped ({reason}): {}", names.join(", "));
-        self.skipped.iter().map(skipped).chain(self.left_out.iter().cloned())
+        let skipped = |(reason, names): (&&str, &Vec<String>)| {
+            format!("skipped ({reason}): {}", printable(&names.join(", ")))
+        };
+        self.skipped.iter().map(skipped)
+    }
+
+    /// Rows that are not in the output and why, in one line; `None` if all are.
+    pub(super) fn note(&self, settings: &Settings) -> Option<String> {
+        let splits = settings.splits.as_ref().filter(|_| !self.left_out.is_empty())?;
+        let sum: usize = splits.iter().sum();
+        let rows = self.left_out.join(", ");
+        Some(format!("--splits sum to {sum}; past that no expert has rows, so these are left out: {rows}"))
     }
 
     pub(super) fn input_bytes(&self) -> u64 {
@@ -108,11 +120,23 @@ pub(super) fn output_dims(rows: usize, cols: usize, axis: Axis) -> (usize, usize
     }
 }
 
+/// What a file holds, such as `2 of F32 1-D, 1 of U8 2-D`.
+fn kinds(input: &TensorFile) -> Result<String> {
+    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+    for name in input.names() {
+        let info = input.info(name)?;
+        *counts.entry(format!("{} {}-D", info.dtype, info.shape.len())).or_default() += 1;
+    }
+    let kinds: Vec<_> = counts.iter().map(|(kind, count)| format!("{count} of {kind}")).collect();
+    Ok(if kinds.is_empty() { "none".into() } else { kinds.join(", ") })
+}
+
 fn groups(name: &str, rows: usize, settings: &Settings) -> Result<Vec<Group>> {
     let Some(splits) = &settings.splits else {
         return Ok(vec![Group { prefix: name.into(), rows: 0..rows }]);
     };
-    let groups = Groups::new(splits, rows).map_err(|error| anyhow::anyhow!("tensor '{name}': {error}"))?;
+    let groups = Groups::new(splits, rows)
+        .map_err(|error| anyhow::anyhow!("tensor '{}': {error}", printable(name)))?;
     let group = |expert| Group { prefix: format!("{name}.{expert}"), rows: groups.range(expert) };
     Ok((0..groups.experts()).map(group).collect())
 }
@@ -120,8 +144,9 @@ fn groups(name: &str, rows: usize, settings: &Settings) -> Result<Vec<Group>> {
 fn check_rht(name: &str, dtype: Dtype, settings: &Settings) -> Result<()> {
     if settings.rht.is_some() && dtype != Dtype::BF16 {
         bail!(
-            "tensor '{name}' is {dtype}, and the RHT is defined on BF16 only: its result is rounded to BF16, \
-             which would lose bits of {dtype} input; pass --rht off, or convert the tensor to BF16"
+            "tensor '{}' is {dtype}, and the RHT is defined on BF16 only: its result is rounded to BF16, \
+             which would lose bits of {dtype} input; pass --rht off, or convert the tensor to BF16",
+            printable(name)
         );
     }
     Ok(())
@@ -136,7 +161,8 @@ fn check_dims(name: &str, rows: usize, cols: usize, settings: &Settings) -> Resu
         }
         let blocks = if square { "16x16 tiles" } else { "blocks of 16" };
         bail!(
-            "tensor '{name}' [{rows}, {cols}]: dim {dim} is {size}, expected a multiple of 16 for {blocks}; pad it with zeros"
+            "tensor '{}' [{rows}, {cols}]: dim {dim} is {size}, expected a multiple of 16 for {blocks}; pad it with zeros",
+            printable(name)
         );
     };
     if square {

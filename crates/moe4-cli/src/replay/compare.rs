@@ -19,10 +19,11 @@
 //! `sum(splits)` are not compared.
 
 use std::collections::HashMap;
+use std::path::Path;
 
 use anyhow::{Result, bail};
 use half::bf16;
-use moe4::checkpoint::TensorFile;
+use moe4::checkpoint::{TensorFile, printable};
 use moe4::numerics::e2m1;
 use moe4::tensor::Groups;
 
@@ -144,8 +145,16 @@ struct Difference {
     wrong: bool,
 }
 
-/// Compares `computed` with the tensors of the same names in `expected`; the report ends with the verdict.
-pub(super) fn compare(computed: &[Tensor], expected: &mut TensorFile, groups: &Groups) -> Result<String> {
+/// What a comparison found.
+pub(super) struct Comparison {
+    /// A table of all tensors; its last line is the verdict.
+    pub(super) report: String,
+    /// The first wrong tensor and how many are wrong, in one line; `None` if none is.
+    pub(super) fault: Option<String>,
+}
+
+/// Compares `computed` with the tensors of the same names in `expected`.
+pub(super) fn compare(computed: &[Tensor], expected: &mut TensorFile, groups: &Groups) -> Result<Comparison> {
     let by_name: HashMap<&str, &Tensor> =
         computed.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
     let mut differences = Vec::new();
@@ -174,10 +183,10 @@ pub(super) fn compare(computed: &[Tensor], expected: &mut TensorFile, groups: &G
         bail!(
             "{} has no tensor to compare with; it has: {}",
             expected.path().display(),
-            expected.names().join(", ")
+            printable(&expected.names().join(", "))
         );
     }
-    Ok(report(&differences))
+    Ok(Comparison { report: report(&differences), fault: fault(&differences, expected.path()) })
 }
 
 /// The expected tensor, which must have our shape and a dtype of the same kind.
@@ -349,6 +358,20 @@ fn ulp_distance(a: bf16, b: bf16) -> u32 {
         if value.to_bits() >> 15 == 1 { -magnitude } else { magnitude }
     };
     ordered(a).abs_diff(ordered(b))
+}
+
+fn fault(differences: &[Difference], expected: &Path) -> Option<String> {
+    let first = differences.iter().find(|difference| difference.wrong)?;
+    let wrong = differences.iter().filter(|difference| difference.wrong).count();
+    Some(format!(
+        "{wrong} of {} tensors are off from {} by more than rounding; first to go wrong: {}, where {} of {} elements \
+         differ",
+        differences.len(),
+        expected.display(),
+        first.name,
+        first.differing,
+        first.elements,
+    ))
 }
 
 fn report(differences: &[Difference]) -> String {

@@ -2,7 +2,7 @@
 //!
 //! It is how someone with a bad step finds which tensor went wrong: capture the operator's inputs (and as many of
 //! its intermediate tensors as are at hand), replay, and let `--compare` name the first tensor that differs by more
-//! than rounding. Names and shapes are those of the golden operator data: [`inputs`] has the inputs,
+//! than rounding and fail. Names and shapes are those of the golden operator data: [`inputs`] has the inputs,
 //! [`compare`] the order of all others.
 
 mod compare;
@@ -74,7 +74,7 @@ pub(crate) struct ReplayArgs {
     /// Also write the inputs and every intermediate tensor.
     #[arg(long)]
     intermediates: bool,
-    /// Compare with the tensors of this file and name the first that is off by more than rounding.
+    /// Compare with the tensors of this file; fail if one is off by more than rounding, and name the first.
     #[arg(long, value_name = "EXPECTED.safetensors")]
     compare: Option<PathBuf>,
 }
@@ -103,9 +103,9 @@ pub(crate) fn run(args: ReplayArgs) -> Result<()> {
     let (replayed, passes) = args.execute(config, &inputs, traced)?;
     let outcome = format!("{}{passes}", replayed.summary(&inputs));
     let computed = replayed.into_tensors(inputs, traced);
-    let report = match &mut expected {
-        Some(expected) => compare::compare(&computed.tensors, expected, &computed.groups)?,
-        None => String::new(),
+    let compared = match &mut expected {
+        Some(expected) => Some(compare::compare(&computed.tensors, expected, &computed.groups)?),
+        None => None,
     };
     // By name: the order in which they were computed depends on the plan.
     let mut written: Vec<&Tensor> = computed
@@ -115,7 +115,19 @@ pub(crate) fn run(args: ReplayArgs) -> Result<()> {
         .collect();
     written.sort_by(|a, b| a.name.cmp(&b.name));
     write(&args.output, &written)?;
-    output::print(&format!("{outcome}{report}"))
+    let report = compared.as_ref().map_or("", |compared| &compared.report);
+    output::print(&format!("{outcome}{report}"))?;
+    let (live, rows) = (computed.groups.live_rows(), computed.groups.rows());
+    if live < rows {
+        output::note(&format!(
+            "splits sum to {live} of {rows} rows; rows {live}..{rows} belong to no expert and count as zeros"
+        ));
+    }
+    // Last: the table and the output file are what a wrong tensor is looked into with.
+    match compared.and_then(|compared| compared.fault) {
+        Some(fault) => bail!(fault),
+        None => Ok(()),
+    }
 }
 
 fn write(path: &PathBuf, tensors: &[&Tensor]) -> Result<()> {

@@ -60,7 +60,10 @@ impl Workspace {
 pub(crate) struct Run {
     pub(crate) code: Option<i32>,
     pub(crate) stdout: String,
+    /// Standard error without its notes.
     pub(crate) stderr: String,
+    /// Lines of standard error that begin with `note: `.
+    pub(crate) notes: Vec<String>,
 }
 
 impl Run {
@@ -70,16 +73,20 @@ impl Run {
 
     pub(crate) fn of(Output { status, stdout, stderr }: Output) -> Self {
         let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("UTF-8 output");
-        Self { code: status.code(), stdout: text(stdout), stderr: text(stderr) }
+        let stderr = text(stderr);
+        let (notes, others): (Vec<_>, Vec<_>) =
+            stderr.split_inclusive('\n').partition(|line| line.starts_with("note: "));
+        let notes = notes.into_iter().map(|line| line.trim_end().to_owned()).collect();
+        Self { code: status.code(), stdout: text(stdout), stderr: others.concat(), notes }
     }
 
-    /// Exit code 0 and nothing on standard error.
+    /// Exit code 0 and nothing but notes on standard error.
     pub(crate) fn succeeds(self) -> Self {
         assert_eq!((self.code, self.stderr.as_str()), (Some(0), ""), "{}", self.stdout);
         self
     }
 
-    /// Exit code 1, and one line on standard error that holds all of `parts`.
+    /// Exit code 1, and one line on standard error beside notes, which holds all of `parts`.
     pub(crate) fn fails_with(self, parts: &[&str]) -> Self {
         let Self { code, stderr, .. } = &self;
         assert_eq!(*code, Some(1), "{stderr}");

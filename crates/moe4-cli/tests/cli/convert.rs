@@ -59,7 +59,7 @@ fn faults_are_told_in_one_line() {
     let (input, out) = ("in.safetensors", "out.safetensors");
     fails(
         &[input, out, "--to", "modelopt"],
-        &["'layers.0.mlp.experts.1.up_proj.weight'", "the tensor misses"],
+        &["'layers.0.mlp.experts.1.up_proj.weight'", "the tensor is missing"],
     );
     fails(&[input, out], &["--to"]);
     fails(&[input, input, "--to", "bf16"], &["error"]);

@@ -9,3 +9,4 @@ mod plan;
 mod quantize;
 mod readme;
 mod replay;
+mod train;

@@ -61,7 +61,10 @@ fn impossible_shapes_are_refused() {
         Workspace::new().moe4(&[&["plan"], more].concat()).fails_with(parts);
     };
     fails(&["--hidden", "100"], &["hidden", "multiple of 16", "100"]);
-    fails(&["--experts", "0"], &["experts"]);
+    for option in ["--experts", "--hidden", "--ffn"] {
+        fails(&[option, "0"], &[option, "expected 1 to 65536, got 0"]);
+        fails(&[option, "65537"], &[option, "expected 1 to 65536, got 65537"]);
+    }
     fails(&["--top-k", "9"], &["--top-k", "9 with 8 experts"]);
     fails(&["--top-k", "0"], &["--top-k"]);
     fails(&["--tokens", "18446744073709551615"], &["--tokens"]);

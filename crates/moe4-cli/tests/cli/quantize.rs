@@ -220,11 +220,36 @@ fn the_table_tells_shape_error_and_what_was_left_out() {
     let space = Workspace::new();
     space.write("x.safetensors", "x", Dtype::BF16, &[20, 16], &ramp(20, 16));
     let run = space.moe4(&["quantize", "x.safetensors", "-o", "out", "--splits", "12,4"]).succeeds();
-    for part in ["x.0", "[12, 16]", "x.1", "SQNR dB", "left out: rows 16..20 of x"] {
+    for part in ["x.0", "[12, 16]", "x.1", "SQNR dB"] {
         assert!(run.stdout.contains(part), "expected '{part}' in: {}", run.stdout);
     }
+    let [note] = &run.notes[..] else { panic!("expected one note, got {:?}", run.notes) };
+    assert!(note.contains("sum to 16;") && note.ends_with("left out: rows 16..20 of x"), "{note}");
+    let run = space.moe4(&["quantize", "x.safetensors", "-o", "whole", "--splits", "12,8"]).succeeds();
+    assert!(run.notes.is_empty(), "{:?}", run.notes);
     let run = space.moe4(&["quantize", "out", "-o", "again"]);
-    run.fails_with(&["no 2-D tensor"]);
+    run.fails_with(&[
+        "no 2-D tensor of dtype F32, F16 or BF16",
+        "it has: 2 of F32 1-D, 2 of F8_E4M3 2-D, 2 of U8 2-D",
+    ]);
+}
+
+#[test]
+fn control_characters_in_names_reach_no_terminal() {
+    let space = Workspace::new();
+    let (first, second) = ("a\n\u{1b}[2Jb", "s\t\u{9b}");
+    let specs = [TensorSpec::new(first, Dtype::BF16, &[16, 16]), TensorSpec::new(second, Dtype::BF16, &[16])];
+    let mut writer = TensorWriter::create(space.path("in"), &specs, &[]).unwrap();
+    writer.write(first, &ramp(16, 16)).unwrap();
+    writer.write(second, &ramp(1, 16)).unwrap();
+    writer.finish().unwrap();
+    let stdout = space.moe4(&["quantize", "in", "-o", "out"]).succeeds().stdout;
+    assert!(stdout.contains(r"a\n\u{1b}[2Jb ") && stdout.contains(r"s\t\u{9b}"), "{stdout}");
+    assert!(!stdout.replace('\n', "").contains(char::is_control), "{stdout:?}");
+    // In the output the name is what it was.
+    assert!(space.open("out").contains(&format!("{first}.codes")));
+    let run = space.moe4(&["replay", "in", "-o", "out", "--activation", "srelu"]);
+    run.fails_with(&["has no tensor 'x'", r"a\n\u{1b}[2Jb", r"s\t\u{9b}"]);
 }
 
 /// Runs that must fail, leave the folder as it was, and say these parts.
@@ -262,7 +287,7 @@ fn bad_arguments_are_refused_in_one_line() {
 fn bad_tensors_are_refused_in_one_line() {
     let space = Workspace::new();
     space.write("odd.safetensors", "a\nb", Dtype::BF16, &[16, 17], &ramp(16, 17));
-    refused(&space, &["quantize", "odd.safetensors", "-o", "out"], &["'a b' [16, 17]", "dim 1 is 17"]);
+    refused(&space, &["quantize", "odd.safetensors", "-o", "out"], &[r"'a\nb' [16, 17]", "dim 1 is 17"]);
     space.write("f32.safetensors", "w", Dtype::F32, &[16, 16], &[1.0_f32; 256]);
     let columnwise = ["quantize", "f32.safetensors", "-o", "out", "--axis", "columnwise"];
     refused(&space, &columnwise, &["'w' is F32", "BF16 only", "--rht off"]);
@@ -279,7 +304,13 @@ fn bad_tensors_are_refused_in_one_line() {
     let columnwise = ["quantize", "huge.safetensors", "-o", "out", "--axis", "columnwise", "--rht", "0"];
     refused(&space, &columnwise, &["exceeds the range of BF16"]);
     space.write("empty.safetensors", "splits", Dtype::I64, &[1], &[1_i64]);
-    refused(&space, &["quantize", "empty.safetensors", "-o", "out"], &["no 2-D tensor"]);
+    refused(
+        &space,
+        &["quantize", "empty.safetensors", "-o", "out"],
+        &["no 2-D tensor", "it has: 1 of I64 1-D"],
+    );
+    TensorWriter::create(space.path("none.safetensors"), &[], &[]).unwrap().finish().unwrap();
+    refused(&space, &["quantize", "none.safetensors", "-o", "out"], &["no 2-D tensor", "it has: none"]);
 }
 
 #[test]

@@ -265,7 +265,9 @@ fn values_that_are_not_finite_are_refused_where_they_are_read() {
     // Row 19 is past the sum of the splits.
     let outputs = |capture: &Capture| {
         let space = Workspace::new();
-        capture.replay(&space, &[]).succeeds();
+        let notes = capture.replay(&space, &[]).succeeds().notes;
+        let [note] = &notes[..] else { panic!("expected one note, got {notes:?}") };
+        assert!(note.contains("splits sum to 19 of 20 rows; rows 19..20 belong to no expert"), "{note}");
         fs::read(space.path("out")).unwrap()
     };
     let mut capture = Capture::new();
@@ -341,7 +343,7 @@ fn the_first_wrong_tensor_is_named() {
     capture.replay(&space, &["--intermediates", "--gradient-rounding", "nearest"]).succeeds();
     fs::rename(space.path("out"), space.path("good")).unwrap();
     let compare = |expected: &str| {
-        let run = space.moe4(&[
+        space.moe4(&[
             "replay",
             "in",
             "-o",
@@ -352,10 +354,9 @@ fn the_first_wrong_tensor_is_named() {
             "nearest",
             "--compare",
             expected,
-        ]);
-        run.succeeds().stdout
+        ])
     };
-    assert!(compare("good").ends_with(&format!("{SOUND}\n")));
+    assert!(compare("good").succeeds().stdout.ends_with(&format!("{SOUND}\n")));
 
     // What a job would have captured had its FC1 product been off in one element, and its dc too.
     let spoil = |names: &[(&str, usize)]| {
@@ -370,12 +371,23 @@ fn the_first_wrong_tensor_is_named() {
         spoiled.write(&space, "spoiled");
         compare("spoiled")
     };
-    let report = spoil(&[("dc", 5), ("c", 33)]);
+    // The run fails, with its table printed and its output written.
+    let fails = |names: &[(&str, usize)], parts: &[&str]| {
+        fs::remove_file(space.path("out")).unwrap();
+        let report = spoil(names).fails_with(parts).stdout;
+        assert_eq!(space.open("out").names().len(), 5);
+        report
+    };
+    let report = fails(
+        &[("dc", 5), ("c", 33)],
+        &["2 of 2 tensors", "spoiled", "first to go wrong: c, where 1 of 304 elements differ"],
+    );
     assert!(report.contains("[2, 1]"), "{report}");
     assert!(report.ends_with("first to go wrong: c\n"), "{report}");
-    assert!(spoil(&[("dx", 319 - 16), ("dc", 5)]).ends_with("first to go wrong: dc\n"));
+    let report = fails(&[("dx", 319 - 16), ("dc", 5)], &["first to go wrong: dc, "]);
+    assert!(report.ends_with("first to go wrong: dc\n"), "{report}");
     // Row 19 belongs to no expert.
-    assert!(spoil(&[("dx", 19 * 16)]).ends_with(&format!("{SOUND}\n")));
+    assert!(spoil(&[("dx", 19 * 16)]).succeeds().stdout.ends_with(&format!("{SOUND}\n")));
 }
 
 #[test]

@@ -286,7 +286,8 @@ fn jobs(files: &ModelFiles, at: usize, layers: &[ExpertLayer], to: ExpertFormat)
     let mut jobs = vec![];
     for name in files.files()[at].names() {
         let copy = || Job::Copy(name.clone());
-        let Some(found) = ExpertName::parse(name) else {
+        // A number that is none was refused when the layers were found.
+        let Ok(Some(found)) = ExpertName::parse(name) else {
             jobs.push(copy());
             continue;
         };

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use safetensors::Dtype;
 
+use super::printable;
+
 /// A file that cannot be read or written as asked. Each variant says where, what was expected and what was found.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -48,7 +50,7 @@ pub enum CheckpointError {
         actual: u64,
     },
     /// A tensor that is needed is not in the file.
-    #[error("{} has no tensor '{name}'; it has: {}", path.display(), list(available))]
+    #[error("{} has no tensor '{}'; it has: {}", path.display(), printable(name), list(available))]
     MissingTensor {
         /// The file.
         path: PathBuf,
@@ -58,7 +60,12 @@ pub enum CheckpointError {
         available: Vec<String>,
     },
     /// A tensor holds elements of another type.
-    #[error("tensor '{name}' in {}: expected dtype {}, got {actual}", path.display(), alternatives(expected))]
+    #[error(
+        "tensor '{}' in {}: expected dtype {}, got {actual}",
+        printable(name),
+        path.display(),
+        alternatives(expected)
+    )]
     WrongDtype {
         /// The file.
         path: PathBuf,
@@ -70,7 +77,7 @@ pub enum CheckpointError {
         actual: Dtype,
     },
     /// A tensor has another shape.
-    #[error("tensor '{name}' in {}: expected shape {expected:?}, got {actual:?}", path.display())]
+    #[error("tensor '{}' in {}: expected shape {expected:?}, got {actual:?}", printable(name), path.display())]
     WrongShape {
         /// The file.
         path: PathBuf,
@@ -96,7 +103,7 @@ pub enum CheckpointError {
         path: PathBuf,
     },
     /// A tensor name cannot be used.
-    #[error("cannot write tensor '{name}' to {}: {reason}", path.display())]
+    #[error("cannot write tensor '{}' to {}: {reason}", printable(name), path.display())]
     BadName {
         /// The file that was to be written.
         path: PathBuf,
@@ -106,7 +113,11 @@ pub enum CheckpointError {
         reason: &'static str,
     },
     /// Data handed to the writer does not match what was declared for the tensor.
-    #[error("tensor '{name}' for {}: declared as {declared}, but the data given is {given}", path.display())]
+    #[error(
+        "tensor '{}' for {}: declared as {declared}, but the data given is {given}",
+        printable(name),
+        path.display()
+    )]
     DataMismatch {
         /// The file that was to be written.
         path: PathBuf,
@@ -126,7 +137,7 @@ pub enum CheckpointError {
         problem: String,
     },
     /// The weights of a layer's experts are incomplete, inconsistent or damaged.
-    #[error("tensor '{name}' in {}: {problem}", path.display())]
+    #[error("tensor '{}' in {}: {problem}", printable(name), path.display())]
     BadExperts {
         /// The file, or the model if no file has the tensor.
         path: PathBuf,
@@ -136,7 +147,7 @@ pub enum CheckpointError {
         problem: String,
     },
     /// The caller asked to stop; nothing was left behind.
-    #[error("interrupted at tensor '{name}'; nothing was written")]
+    #[error("interrupted at tensor '{}'; nothing was written", printable(name))]
     Interrupted {
         /// The tensor that would have been next.
         name: String,
@@ -157,7 +168,8 @@ fn list(names: &[String]) -> String {
     if names.is_empty() {
         return "none".into();
     }
-    let mut text = names[..names.len().min(SHOWN)].join(", ");
+    let shown: Vec<_> = names.iter().take(SHOWN).map(|name| printable(name)).collect();
+    let mut text = shown.join(", ");
     if names.len() > SHOWN {
         text.push_str(&format!(" and {} more", names.len() - SHOWN));
     }

@@ -20,7 +20,7 @@ use std::fmt;
 use half::bf16;
 use safetensors::Dtype;
 
-use super::{CheckpointError, ModelFiles};
+use super::{CheckpointError, ModelFiles, printable};
 use crate::numerics::scale::{self, RANGE};
 use crate::numerics::{BLOCK, e2m1, e4m3};
 
@@ -104,11 +104,14 @@ pub struct ExpertLayer {
 pub struct StoredNvfp4 {
     /// `[n, k/2]`.
     pub codes: Vec<u8>,
-    /// `[n, k/16]`, no NaN among them.
+    /// `[n, k/16]`, neither NaN nor negative.
     pub scales: Vec<u8>,
-    /// Finite, and positive or 0.
+    /// Finite, and positive or, for a weight of zeros, 0.
     pub amax: f32,
 }
+
+/// The number of an expert in a tensor's name that is none: too large, or with a sign or leading zeros.
+pub(super) struct BadNumber<'n>(&'n str);
 
 /// A tensor's name taken apart.
 pub(super) struct ExpertName<'n> {
@@ -122,25 +125,35 @@ pub(super) struct ExpertName<'n> {
 }
 
 impl<'n> ExpertName<'n> {
-    pub(super) fn parse(name: &'n str) -> Option<Self> {
-        let (prefix, rest) = match name.split_once(".experts.") {
-            Some(found) => found,
-            None => ("", name.strip_prefix("experts.")?),
+    /// `None` for a tensor that is not of an expert.
+    pub(super) fn parse(name: &'n str) -> Result<Option<Self>, BadNumber<'n>> {
+        let (prefix, rest) = match (name.split_once(".experts."), name.strip_prefix("experts.")) {
+            (Some(found), _) => found,
+            (None, Some(rest)) => ("", rest),
+            (None, None) => return Ok(None),
         };
         let (first, rest) = rest.split_once('.').unwrap_or((rest, ""));
-        if let Ok(expert) = first.parse() {
-            let (projection, part) = rest.split_once('.')?;
-            return Some(Self { prefix, expert: Some(expert), projection, part });
+        if let (true, Some((projection, part))) = (is_integer(first), rest.split_once('.')) {
+            // Names are made of numbers again: one that is written in another way would not be found.
+            let number = first.parse::<u16>().ok().filter(|number| number.to_string() == first);
+            let expert = Some(number.ok_or(BadNumber(first))?.into());
+            return Ok(Some(Self { prefix, expert, projection, part }));
         }
         let fused =
             ["gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"];
-        (fused.contains(&first) && rest.is_empty()).then_some(Self {
+        Ok((fused.contains(&first) && rest.is_empty()).then_some(Self {
             prefix,
             expert: None,
             projection: first,
             part: "",
-        })
+        }))
     }
+}
+
+/// Whether a text is an integer, of whatever size.
+fn is_integer(text: &str) -> bool {
+    let digits = text.strip_prefix(['+', '-']).unwrap_or(text);
+    !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit())
 }
 
 fn join(prefix: &str, rest: &str) -> String {
@@ -152,12 +165,20 @@ impl ExpertLayer {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::BadExperts`], which names the tensor: an expert that misses or is too many, a wrong dtype or
-    /// shape, names of two kinds in one layer.
+    /// [`CheckpointError::BadExperts`], which names the tensor: an expert that is missing, too many or badly numbered, a wrong
+    /// dtype or shape, names of two kinds in one layer.
     pub fn find(files: &ModelFiles) -> Result<Vec<Self>, CheckpointError> {
         let mut layers: BTreeMap<String, Vec<(Option<usize>, String, String)>> = BTreeMap::new();
         for name in files.names() {
-            if let Some(found) = ExpertName::parse(name) {
+            let found = ExpertName::parse(name).map_err(|BadNumber(number)| {
+                let problem = format!(
+                    "expected an expert's number from 0 to {}, without sign and leading zeros, got {number}; rename \
+                     the tensor",
+                    u16::MAX
+                );
+                bad(files, name, problem)
+            })?;
+            if let Some(found) = found {
                 let entry = (found.expert, found.projection.to_owned(), found.part.to_owned());
                 layers.entry(found.prefix.to_owned()).or_default().push(entry);
             }
@@ -232,7 +253,8 @@ impl ExpertLayer {
         } else if b == factor * c && a == d {
             (true, d, c)
         } else {
-            let problem = format!("its shape {:?} does not go with {:?} of '{down}'", [a, b], [c, d]);
+            let problem =
+                format!("its shape {:?} does not go with {:?} of '{}'", [a, b], [c, d], printable(&down));
             return Err(bad(files, &up, problem));
         };
         if experts != experts_down {
@@ -252,7 +274,7 @@ impl ExpertLayer {
         Ok(layer)
     }
 
-    /// An error unless the layer has this many experts; it names the first tensor that misses or is too many.
+    /// An error unless the layer has this many experts; it names the first tensor that is missing or too many.
     ///
     /// # Errors
     ///
@@ -263,7 +285,10 @@ impl ExpertLayer {
         }
         let (problem, at) = if self.experts < experts {
             (
-                format!("expert {} misses: expected {experts} experts, got {}", self.experts, self.experts),
+                format!(
+                    "expert {} is missing: expected {experts} experts, got {}",
+                    self.experts, self.experts
+                ),
                 self.experts,
             )
         } else {
@@ -290,7 +315,8 @@ impl ExpertLayer {
     ///
     /// # Errors
     ///
-    /// Those of reading; [`CheckpointError::BadExperts`] for scales that are NaN or not finite.
+    /// Those of reading; [`CheckpointError::BadExperts`] for scales that are NaN, negative, not finite, or zero under codes that
+    /// are not.
     pub fn read_bf16(
         &self,
         files: &mut ModelFiles,
@@ -334,14 +360,17 @@ impl ExpertLayer {
         let scales_name = part("weight_scale");
         let codes = files.read_shaped::<u8>(&part(codes), &[n, k / 2])?;
         let scales = files.read_shaped::<u8>(&scales_name, &[n, k / BLOCK])?;
-        if let Some(at) = scales.iter().position(|byte| byte & 0x7F == e4m3::NAN) {
-            let place = [at / (k / BLOCK), at % (k / BLOCK)];
-            return Err(bad(files, &scales_name, format!("scale {place:?} is NaN; the file is damaged")));
+        if let Some(at) = scales.iter().position(|byte| !is_scale(*byte)) {
+            let (place, scale) = ([at / (k / BLOCK), at % (k / BLOCK)], e4m3::decode(scales[at]));
+            let problem = format!("scale {place:?} is {scale}; expected 0 or more, the file is damaged");
+            return Err(bad(files, &scales_name, problem));
         }
         let name = part(global);
         let shape = files.info(&name)?.shape.clone();
         let stored = files.read_shaped::<f32>(&name, &shape)?[0];
-        let amax = amax_of(self.format, stored).ok_or_else(|| {
+        // ModelOpt stores the 0 of a weight of zeros; other codes would be lost.
+        let zeros = || codes.iter().all(|pair| pair & 0x77 == 0);
+        let amax = amax_of(self.format, stored).filter(|amax| *amax > 0.0 || zeros()).ok_or_else(|| {
             bad(
                 files,
                 &name,
@@ -472,6 +501,11 @@ impl ExpertLayer {
     }
 }
 
+/// Whether a byte is a block scale: E4M3 that is neither NaN nor negative. -0 is the number zero.
+fn is_scale(byte: u8) -> bool {
+    byte & 0x7F != e4m3::NAN && e4m3::decode(byte) >= 0.0
+}
+
 /// The amax of a stored global scale, `None` if it has none.
 ///
 /// Amaxes of BF16 tensors are BF16 numbers. If the stored scale is that of one, this one is taken, so that going from
@@ -502,7 +536,7 @@ fn require<'f>(files: &'f ModelFiles, name: &str) -> Result<&'f super::TensorInf
     if files.contains(name) {
         return files.info(name);
     }
-    Err(bad(files, name, "the tensor misses; every expert needs all of its tensors".into()))
+    Err(bad(files, name, "the tensor is missing; every expert needs all of its tensors".into()))
 }
 
 pub(super) fn bad(files: &ModelFiles, name: &str, problem: String) -> CheckpointError {

@@ -24,6 +24,7 @@ mod element;
 mod error;
 mod experts;
 mod model;
+mod printable;
 mod reader;
 mod writer;
 
@@ -35,6 +36,7 @@ pub use element::Element;
 pub use error::CheckpointError;
 pub use experts::{ExpertFormat, ExpertLayer, Projection, StoredNvfp4};
 pub use model::ModelFiles;
+pub use printable::printable;
 pub use reader::{TensorFile, TensorInfo};
 pub use safetensors::Dtype;
 pub use writer::{TensorSpec, TensorWriter};

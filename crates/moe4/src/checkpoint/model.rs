@@ -13,7 +13,7 @@ use half::{bf16, f16};
 use safetensors::Dtype;
 use serde::Deserialize;
 
-use super::{CheckpointError, Element, TensorFile, TensorInfo};
+use super::{CheckpointError, Element, TensorFile, TensorInfo, printable};
 
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 pub(super) const SINGLE: &str = "model.safetensors";
@@ -69,6 +69,7 @@ impl ModelFiles {
             let found = model.of.get(tensor).map(|&at| model.file_name(at));
             if found.as_deref() != Some(file) {
                 let found = found.unwrap_or_else(|| "no file".into());
+                let tensor = printable(tensor);
                 return Err(bad(format!("{INDEX} says that '{tensor}' is in {file}, but {found} has it")));
             }
         }
@@ -80,7 +81,7 @@ impl ModelFiles {
         for (at, file) in files.iter().enumerate() {
             for name in file.names() {
                 if of.insert(name.clone(), at).is_some() {
-                    let problem = format!("two of its files have a tensor '{name}'");
+                    let problem = format!("two of its files have a tensor '{}'", printable(name));
                     return Err(CheckpointError::BadModel { path, problem });
                 }
             }

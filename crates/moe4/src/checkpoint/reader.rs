@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
-use super::{CheckpointError, Element};
+use super::{CheckpointError, Element, printable};
 
 /// The format's own limit on the header.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -101,14 +101,15 @@ impl TensorFile {
         let Keys(keys) = serde_json::from_slice(&header).map_err(parsed)?;
         let mut seen = std::collections::HashSet::new();
         if let Some(twice) = keys.iter().find(|key| !seen.insert(*key)) {
-            return Err(not_safetensors(format!("its header names '{twice}' twice")));
+            return Err(not_safetensors(format!("its header names '{}' twice", printable(twice))));
         }
         let metadata: Metadata = serde_json::from_slice(&header).map_err(parsed)?;
         for (name, info) in metadata.tensors() {
             // The size of the file bounds every other tensor.
             let empty = info.shape.contains(&0);
             if let Some(dim) = info.shape.iter().find(|&&dim| empty && dim > MAX_EMPTY_DIM) {
-                let reason = format!("tensor '{name}' has no elements, but a dimension of {dim}");
+                let reason =
+                    format!("tensor '{}' has no elements, but a dimension of {dim}", printable(&name));
                 return Err(not_safetensors(reason));
             }
         }
