@@ -1,8 +1,7 @@
 //! The suite that every backend passes.
 
-use crate::support::{cuda, portable};
+use crate::support::{cuda, every_epilogue, portable};
 use moe4::kernels::Backend;
-use moe4::kernels::activation::{Activation, GluLayout};
 use moe4_cuda::Cuda;
 use moe4_cuda::catalog::{copy_variants, operator_variants};
 use std::time::Instant;
@@ -11,15 +10,11 @@ fn passes(cuda: &Cuda) {
     println!("{}", cuda.capabilities().path);
     let start = Instant::now();
     // On all cores: as they come, hundreds of kernels compile one after the other.
-    let mut variants = copy_variants();
-    for activation in Activation::all() {
-        for layout in GluLayout::ALL.into_iter().filter(|layout| layout.check(&activation, 32).is_ok()) {
-            let arch = cuda.device().facts().arch;
-            variants.extend(operator_variants(&activation, layout, cuda.products(), arch));
-        }
-    }
+    let arch = cuda.device().facts().arch;
+    let of_choice = |(activation, layout)| operator_variants(&activation, layout, cuda.products(), arch);
+    let variants: Vec<_> = every_epilogue().flat_map(of_choice).chain(copy_variants()).collect();
     cuda.prepare(&variants).unwrap();
-    println!("{:7.1} s  {} kernels are there", start.elapsed().as_secs_f64(), variants.len());
+    println!("{:7.1} s  {} kernels are there", start.elapsed().as_secs_f64(), cuda.loaded().len());
     let report = moe4_conformance::run_watched(cuda, |name| {
         println!("{:7.1} s  {name}", start.elapsed().as_secs_f64());
     });

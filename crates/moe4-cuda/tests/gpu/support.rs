@@ -21,14 +21,18 @@ pub(crate) fn cuda() -> &'static Cuda {
 fn prepared(cuda: Cuda, products: Products) -> Cuda {
     let arch = cuda.device().facts().arch;
     let products = if arch.has_wgmma() { products } else { Products::Portable };
-    let mut variants = copy_variants();
-    for activation in Activation::all() {
-        for layout in if activation.is_gated() { &GluLayout::ALL[..] } else { &GluLayout::ALL[..1] } {
-            variants.extend(activation_variants(&activation, *layout, products));
-        }
-    }
+    let of_choice = |(activation, layout)| activation_variants(&activation, layout, products);
+    let variants: Vec<_> = every_epilogue().flat_map(of_choice).chain(copy_variants()).collect();
     cuda.prepare(&variants).unwrap_or_else(|e| panic!("{e}"));
     cuda
+}
+
+/// Activations, each with the layouts that make a difference to it.
+pub(crate) fn every_epilogue() -> impl Iterator<Item = (Activation, GluLayout)> {
+    Activation::all().into_iter().flat_map(|activation| {
+        let layouts = if activation.is_gated() { &GluLayout::ALL[..] } else { &GluLayout::ALL[..1] };
+        layouts.iter().map(move |&layout| (activation, layout))
+    })
 }
 
 /// One whose products are those for any GPU.
