@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import weakref
 from typing import Any
 
 import pytest
@@ -135,7 +136,13 @@ def one_of_several(rank: int, world: int, folder: str) -> None:
     torch.save(train(layer, x[mine], dy[mine]), f"{folder}/{rank}.pt")
     with pytest.raises(ValueError, match="num_experts: expected a multiple of the"):
         moe4.MoELayer(EXPERTS + 1, H, F, TOP_K, process_group=dist.group.WORLD)
+    # Neither the layer nor the graph of an output keeps the group, whose threads must not outlive the interpreter.
+    output, kept = layer(x), weakref.ref(dist.group.WORLD)
+    assert layer.process_group is kept()
     dist.destroy_process_group()
+    assert kept() is None and output[0].grad_fn is not None
+    with pytest.raises(RuntimeError, match="expected a process group, got one that was destroyed"):
+        layer(x)
 
 
 @pytest.mark.parametrize("world", [2, 4])

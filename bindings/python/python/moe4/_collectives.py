@@ -24,6 +24,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+class Group:
+    """A process group that is not kept alive.
+
+    torch keeps it until ``destroy_process_group``. Whoever keeps it longer, such as a layer or the graph behind an output
+    in a variable of a script, keeps gloo's threads until the interpreter ends, which then aborts the process now and then.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+
+    def __call__(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                "MoELayer: expected a process group, got one that was destroyed; call destroy_process_group after the "
+                "last forward and backward"
+            )
+        return group
+
+
 def all_reduce(x: Tensor, what: str, group: dist.ProcessGroup) -> None:
     """The sum over the processes, in place."""
     with _named(f"all-reduce of {what}", group):
@@ -59,9 +79,10 @@ class Exchange:
         group: dist.ProcessGroup,
         beside: Optional[Exchange] = None,
     ) -> None:
-        self.what, self.back, self.sent, self.received, self.group = what, back, sent, received, group
+        self.what, self.back, self.sent, self.received = what, back, sent, received
+        self._group = Group(group)
         self._on_the_way: Optional[tuple[str, dist.Work, Tensor]] = None
-        # Weak: a cycle would keep the process group, and gloo's threads with it, until the interpreter ends.
+        # Weak: a cycle would keep what is under way until the interpreter looks for cycles.
         self._beside = None if beside is None else weakref.ref(beside)
         if beside is not None:
             beside._beside = weakref.ref(self)
@@ -90,8 +111,9 @@ class Exchange:
         # As bytes: not every transport knows every dtype.
         width = x.element_size() * x.shape[1:].numel()
         bytes_in, bytes_out = (t.reshape(-1).view(torch.uint8).view(-1, width) for t in (x, out))
-        with _named(name, self.group):
-            work = dist.all_to_all_single(bytes_out, bytes_in, received, sent, group=self.group, async_op=True)
+        group = self._group()
+        with _named(name, group):
+            work = dist.all_to_all_single(bytes_out, bytes_in, received, sent, group=group, async_op=True)
         assert work is not None
         self._on_the_way = name, work, out
 
@@ -99,7 +121,7 @@ class Exchange:
         assert self._on_the_way is not None
         (name, work, out), self._on_the_way = self._on_the_way, None
         try:
-            with _named(name, self.group):
+            with _named(name, self._group()):
                 work.wait()
         except dist.DistBackendError:
             beside = None if self._beside is None else self._beside()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._collectives import Exchange, all_reduce, all_to_all_equal
+from ._collectives import Exchange, Group, all_reduce, all_to_all_equal
 from ._convert import expect_known_device
 from ._experts import GroupedMLP
 from ._routing import by_expert, inverse
@@ -65,13 +65,18 @@ class MoELayer(nn.Module):
         if num_experts % self.world != 0:
             raise ValueError(f"num_experts: expected a multiple of the {self.world} processes, got {num_experts}")
         self.num_experts, self.top_k, self.normalize = num_experts, top_k, normalize
-        self.process_group = process_group
+        self._group = None if process_group is None else Group(process_group)
         self.router = nn.Parameter(
             torch.empty(num_experts, hidden_size, dtype=torch.float32, device=experts.get("device"))
         )
         nn.init.normal_(self.router, std=hidden_size**-0.5)
         self.experts = GroupedMLP(num_experts // self.world, hidden_size, ffn_size, **experts)
         self.shared = shared
+
+    @property
+    def process_group(self) -> Optional[dist.ProcessGroup]:
+        """The processes that share the experts. Not kept alive by the layer."""
+        return None if self._group is None else self._group()
 
     def forward(self, x: Tensor, *, weight_version: Optional[int] = None) -> tuple[Tensor, Tensor]:
         """Routes and runs.
@@ -98,7 +103,7 @@ class MoELayer(nn.Module):
         prob, chosen, softmax = self._route(tokens)
         order, counts = by_expert(chosen.flatten(), self.num_experts)
         rows, weights = tokens[order // self.top_k], prob.flatten()[order]
-        if self.process_group is None:
+        if self._group is None:
             out = self.experts(rows, counts, weights, weight_version=weight_version)
             extra = self._shared(x)
         else:
